@@ -1,4 +1,4 @@
-"""Language models: load one, what its attention is, and adapters for it; torch is imported when one is used."""
+"""Language models: loading, their attention, and LoRA adapters. torch is imported on first use."""
 
 from __future__ import annotations
 

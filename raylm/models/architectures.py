@@ -1,4 +1,4 @@
-"""Which class serves which architecture of config.json; imports no torch."""
+"""Maps architectures of config.json to classes. Imports no torch."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ ARCHITECTURES = {
 
 
 def architecture_of(checkpoint: Checkpoint) -> str:
-    """The one that a checkpoint names; ConfigError where it is not supported."""
+    """The architecture that a checkpoint names. Raises ConfigError if it is not supported."""
     named = checkpoint.config.get("architectures") or []
     if not isinstance(named, list) or not all(isinstance(name, str) for name in named):
         raise ConfigError(f"config.json of {checkpoint.path}: architectures is {shown(named)}; it must list names.")

@@ -1,4 +1,4 @@
-"""CausalLM: what every served language model is to the loader and to the model runner."""
+"""CausalLM: the interface of all served language models for the loader and the model runner."""
 
 from __future__ import annotations
 
@@ -21,8 +21,10 @@ from raylm.native import NativeDecoder
 
 @dataclass(frozen=True, slots=True)
 class AttentionSpec:
-    """One layer's attention: ``sliding_window`` counts the tokens that a query sees, itself included, and ``softcap``
-    bounds scores by ``softcap * tanh(score / softcap)``. A KV cache of fp8 holds keys and values over their scales.
+    """The attention of one layer.
+
+    ``sliding_window`` is the number of tokens that a query attends to, with itself. ``softcap`` bounds scores by
+    ``softcap * tanh(score / softcap)``. An fp8 KV cache stores keys and values divided by their scales.
     """
 
     layer: int
@@ -37,26 +39,26 @@ class AttentionSpec:
 
     @property
     def kind(self) -> AttentionSpec:
-        """The same of all layers that differ in numbers alone."""
+        """This spec without its layer and scales. Equal for all layers that differ only in these."""
         return replace(self, layer=0, key_scale=1.0, value_scale=1.0)
 
 
 class Attend(Protocol):
-    """Attention over each token's own sequence, past included; the model runner provides it."""
+    """Computes attention of each token to its own sequence, with past tokens. The model runner provides it."""
 
     def __call__(self, spec: AttentionSpec, q: Tensor, k: Tensor | None = None, v: Tensor | None = None) -> Tensor:
         """``q`` (tokens, num_heads, head_dim), ``k`` and ``v`` (tokens, num_kv_heads, head_dim) -> as ``q``.
 
-        Without ``k`` and ``v`` they have been written to ``places`` before.
+        Without ``k`` and ``v`` they must have been written to ``places``.
         """
 
     def places(self, spec: AttentionSpec) -> KVPlaces | None:
-        """Where a layer may write the step's keys and values itself; None where attention does it."""
+        """The places where a layer may write the step's keys and values. None if attention writes them."""
 
 
 @dataclass(frozen=True, slots=True)
 class Shard:
-    """A rank holds the entries ``part`` along ``dim`` (0 or 1), of which the checkpoint's tensor has ``count``."""
+    """The part of a tensor on one rank: the entries ``part`` along ``dim`` (0 or 1) of ``count`` in the checkpoint."""
 
     dim: int
     part: range
@@ -64,13 +66,13 @@ class Shard:
 
 
 class CausalLM(nn.Module, ABC):
-    """A model over one flattened batch of tokens: built on the meta device, loaded into ``targets``, then frozen.
+    """A model over one flattened batch of tokens. Built on the meta device, loaded into ``targets``, then frozen.
 
-    ``dtype`` is what it computes in; ``quantization`` describes how its linear layers are quantized. ``shards`` has by
-    name which part of a checkpoint's tensor this rank holds, if not all. ``capturable``: ``forward`` is the same
-    operations whatever the tokens are, as a CUDA graph must be. ``torch_multiplies``: large weights are left to torch,
-    whichever kernels there are. ``adaptable``: LoRA adapters fit, its linear layers are named and shaped as in the
-    Llama family.
+    ``dtype`` is the dtype of computation. ``quantization`` describes the quantization of its linear layers. ``shards``
+    has, by name, the part of a checkpoint's tensor on this rank; tensors that it has completely are omitted.
+    ``capturable``: ``forward`` runs the same operations for all tokens, as a CUDA graph requires. ``torch_multiplies``:
+    torch multiplies some large weights, even if native kernels are available. ``adaptable``: LoRA adapters can be
+    applied, because its linear layers have the names and shapes of the Llama family.
     """
 
     vocab_size: int
@@ -85,10 +87,14 @@ class CausalLM(nn.Module, ABC):
     @classmethod
     @abstractmethod
     def from_checkpoint(cls, checkpoint: Checkpoint, ranks: Ranks) -> CausalLM:
-        """What config.json describes, without its weights, or ConfigError; of several ``ranks`` the part of one."""
+        """Build the model of config.json without weights. With several ``ranks``, build the part of one.
+
+        Raises:
+            ConfigError: the configuration is not supported.
+        """
 
     def materialize(self, dtype: torch.dtype, device: torch.device) -> None:
-        """Give every parameter memory, as ``Module.to_empty`` would, without the import of symbolic shapes it costs."""
+        """Allocate every parameter, like ``Module.to_empty``, but without its slow import of symbolic shapes."""
         self.dtype = dtype
         for module in self.modules():
             if isinstance(module, Linear):
@@ -98,7 +104,7 @@ class CausalLM(nn.Module, ABC):
                 setattr(module, name, nn.Parameter(memory, requires_grad=False))
 
     def targets(self) -> dict[str, Tensor]:
-        """Names of weights, and the memory that they are loaded into."""
+        """The names of weights, and the memory that they are loaded into."""
         return {name: target for name, target in self._weights() if name not in self.redundant}
 
     def _weights(self) -> Iterator[tuple[str, Tensor]]:
@@ -107,24 +113,24 @@ class CausalLM(nn.Module, ABC):
                 yield from module.targets(path)
 
     def places(self, found: frozenset[str]) -> dict[str, Tensor]:
-        """Memory for the names that the checkpoint holds, and by its own name for each target that it does not fill."""
+        """Memory for the names in the checkpoint, and for each target that they do not fill, by its own name."""
         return self.targets()
 
     def ignores(self, name: str) -> bool:
-        """Whether the checkpoint may hold ``name`` without the model having a place for it."""
+        """Whether the checkpoint may have a tensor ``name`` that the model does not use."""
         return name in self.redundant or name.endswith(NO_WEIGHTS)
 
     @property
     @abstractmethod
     def redundant(self) -> frozenset[str]:
-        """Names that a checkpoint may hold beyond ``targets``: copies of what the model, or another rank, has."""
+        """Names that a checkpoint may have besides ``targets``: copies of weights of this model or of other ranks."""
 
     @abstractmethod
     def freeze(self, kernels: KernelFactory) -> None:
-        """Called once after loading: bring everything into the form that the forward pass reads."""
+        """Convert everything to the form of the forward pass. Called once after loading."""
 
     def native_decoder(self, max_tokens: int, kv_caches: Sequence[Tensor]) -> NativeDecoder | None:
-        """The same model as one native call for steps of up to ``max_tokens``; None where it runs layer by layer."""
+        """The model as one native call for steps of up to ``max_tokens``; None if it runs layer by layer."""
         return None
 
     @abstractmethod
@@ -133,4 +139,7 @@ class CausalLM(nn.Module, ABC):
 
     @abstractmethod
     def logits(self, hidden: Tensor) -> Tensor:
-        """Hidden states (rows, hidden_size) -> float32 logits (rows, vocab_size); above rank 0 only its own part."""
+        """Hidden states (rows, hidden_size) -> float32 logits (rows, vocab_size).
+
+        Above rank 0 only the rank's own part.
+        """

@@ -1,6 +1,6 @@
-"""check_checkpoint: what is wrong with a checkpoint's files, found in a second, without torch and transformers.
+"""check_checkpoint: checks a checkpoint's files within a second, without torch and transformers.
 
-Of our own architectures the names and shapes of all weights are checked, of the others what every checkpoint has.
+For architectures with RayLM's own classes, checks the names and shapes of all weights; for others, the general files.
 """
 
 from __future__ import annotations
@@ -16,13 +16,13 @@ from raylm.models.architectures import architecture_of
 from raylm.models.config_fields import OUR_DEFAULTS, Fields
 
 Shape = tuple[int, ...]
-# How names end that a checkpoint may hold beside weights; the scales are read where the KV cache is of fp8.
+# Suffixes of names that a checkpoint may have in addition to weights. An fp8 KV cache reads the scales.
 NO_WEIGHTS = ("rotary_emb.inv_freq", ".self_attn.k_scale", ".self_attn.v_scale")
 _NAMES_SHOWN = 6
 
 
 def check_checkpoint(checkpoint: Checkpoint) -> None:
-    """ConfigError if files are missing, cut off or no checkpoint, or do not fit config.json."""
+    """Raise ConfigError if files are missing or damaged, or do not match config.json."""
     architecture_of(checkpoint)
     _check_tokenizer(checkpoint.path / "tokenizer.json")
     check_weights(checkpoint)
@@ -39,9 +39,9 @@ def check_weights(checkpoint: Checkpoint) -> None:
 
 
 def weight_files(path: Path) -> list[Path]:
-    """The safetensors files of a checkpoint, which are there.
+    """The safetensors files of a checkpoint. Checks that they exist.
 
-    An index may name files of its directory alone; they may be links, as those of the hub's cache are.
+    An index may only name files in its own directory. These may be links, as in the cache of the hub.
     """
     index, files = path / "model.safetensors.index.json", [path / "model.safetensors"]
     if index.exists():
@@ -65,18 +65,18 @@ def _is_weights_name(name: object) -> bool:
 
 
 def stored_shapes(file: Path) -> dict[str, Shape]:
-    """The shape of each tensor in a file, by its header; ConfigError if that is wrong or the file is cut off."""
+    """The shape of each tensor in a file, from its header. Raises ConfigError if the file is invalid or cut."""
     try:
         with safe_open(file, framework="np") as weights:
             return {name: tuple(weights.get_slice(name).get_shape()) for name in weights.keys()}  # noqa: SIM118
-    except Exception as error:  # safetensors' own error class is not stable across versions
+    except Exception as error:  # safetensors' own error class differs between versions
         raise ConfigError(
             f"model: {file} is not a readable safetensors file: {error}; was it copied or downloaded to its end?"
         ) from error
 
 
 def refuse_names(checkpoint: Checkpoint, missing: Iterable[str], unexpected: Iterable[str]) -> None:
-    """ConfigError if there are any."""
+    """Raise ConfigError if there are missing or unexpected names."""
     for what, names in (
         ("lacks weights that the model needs", sorted(missing)),
         ("holds weights that the model does not know", sorted(unexpected)),
@@ -112,7 +112,7 @@ def _tied(fields: Fields) -> bool:
 
 
 def weight_shapes(fields: Fields, architecture: str) -> dict[str, Shape]:
-    """By name, the weights that a model of one of our own architectures needs, as a checkpoint holds them."""
+    """The names and shapes of the weights in a checkpoint of an architecture with RayLM's own class."""
     hidden, inner, vocab = map(fields.size, ("hidden_size", "intermediate_size", "vocab_size"))
     heads = fields.size("num_attention_heads")
     kv_heads = fields.size("num_key_value_heads", fallback="num_attention_heads")

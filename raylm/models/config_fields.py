@@ -1,4 +1,4 @@
-"""Fields: the entries of a decoder's config.json, checked one by one; imports no torch."""
+"""Fields: validated entries of a decoder's config.json. Imports no torch."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from typing import Any
 from raylm.checkpoint import MOST, Checkpoint, shown
 from raylm.errors import ConfigError
 
-# What transformers assumes of entries that a config.json leaves out.
+# transformers' defaults of missing entries.
 _DEFAULTS: dict[str, Any] = {"hidden_act": "silu", "rms_norm_eps": 1e-6, "tie_word_embeddings": False}
 _QWEN: dict[str, Any] = {
     **_DEFAULTS, "num_key_value_heads": 32, "use_sliding_window": False, "sliding_window": 4096,
@@ -20,12 +20,12 @@ OUR_DEFAULTS: dict[str, dict[str, Any]] = {
     "Qwen2ForCausalLM": _QWEN,
     "Qwen3ForCausalLM": {**_QWEN, "attention_bias": False, "head_dim": 128},
 }
-_MOST = {"num_hidden_layers": 10_000}  # each has names and objects of its own
+_MOST = {"num_hidden_layers": 10_000}  # each layer needs names and objects
 _LARGEST = sys.float_info.max
 
 
 class Fields:
-    """config.json over the ``defaults`` of its family; all but ``get`` raise ConfigError for what does not fit."""
+    """config.json with the ``defaults`` of its family. Methods except ``get`` raise ConfigError for invalid entries."""
 
     def __init__(self, checkpoint: Checkpoint, defaults: dict[str, Any]) -> None:
         self.checkpoint = checkpoint
@@ -33,14 +33,14 @@ class Fields:
 
     @classmethod
     def of(cls, architecture: str, checkpoint: Checkpoint) -> Fields:
-        """With the defaults of one of our own architectures."""
+        """Fields with the defaults of an architecture with RayLM's own class."""
         return cls(checkpoint, OUR_DEFAULTS[architecture])
 
     def get(self, name: str) -> Any:
         return self._values.get(name)
 
     def size(self, name: str, *, least: int = 1, fallback: str | None = None) -> int:
-        """An integer; the entry ``fallback`` is read for one that is null or left out."""
+        """An integer. If the entry is null or missing, reads the entry ``fallback``."""
         value = self.get(name)
         if value is None and fallback is not None:
             return self.size(fallback, least=least)

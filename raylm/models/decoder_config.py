@@ -1,4 +1,7 @@
-"""What config.json says about a decoder, checked; importing transformers' classes takes longer than a small model."""
+"""DecoderConfig: a validated config.json.
+
+It avoids transformers' classes, whose import takes longer than a small model.
+"""
 
 from __future__ import annotations
 
@@ -23,13 +26,13 @@ _ACTIVATIONS: dict[str, Activation] = {
     "gelu_pytorch_tanh": partial(F.gelu, approximate="tanh"),
     "relu": F.relu,
 }
-_LARGEST_THETA = 1e30  # far above what models have; its powers are numbers in float32
+_LARGEST_THETA = 1e30  # far above values of real models; its powers are finite in float32
 _ROPE_TYPES = ("default", "linear", "dynamic", "llama3", "yarn")
 
 
 @dataclass(frozen=True, eq=False)
 class Rope:
-    """Inverse frequencies (head_dim / 2,) in float32, and what multiplies cosine and sine (yarn's attention factor)."""
+    """Inverse frequencies (head_dim / 2,) in float32, and the factor of cosine and sine (yarn's attention factor)."""
 
     inv_freq: Tensor
     scaling: float
@@ -37,7 +40,7 @@ class Rope:
 
 @dataclass(frozen=True)
 class Biases:
-    """Which linear layers have one."""
+    """Which linear layers have a bias."""
 
     qkv: bool = False
     output: bool = False
@@ -46,8 +49,10 @@ class Biases:
 
 @dataclass(frozen=True, eq=False)
 class DecoderConfig:
-    """``windows`` has the tokens that a query of each layer sees, None for all; of several ``ranks`` that share the
-    decoder, heads and ``intermediate_size`` are those of this one, see tensor_parallel.py.
+    """Configuration of a decoder.
+
+    ``windows`` has the number of tokens that a query of each layer attends to, None for all. If several ``ranks`` share
+    the decoder, heads and ``intermediate_size`` are those of this rank; see tensor_parallel.py.
     """
 
     vocab_size: int
@@ -67,14 +72,14 @@ class DecoderConfig:
 
     @property
     def vocab(self) -> range:
-        """The token ids whose embeddings, and whose rows of the head, this rank holds."""
+        """The token ids whose embeddings, and rows of the head, are on this rank."""
         return self.ranks.part(self.vocab_size)
 
 
 def decoder_config(
     fields: Fields, windows: tuple[int | None, ...], biases: Biases, *, qk_norm: bool = False
 ) -> DecoderConfig:
-    """Read a configuration, or raise ConfigError; all but ``fields`` depend on its family."""
+    """Read a configuration. The arguments besides ``fields`` depend on the family. Raises ConfigError."""
     heads = fields.size("num_attention_heads")
     kv_heads = fields.size("num_key_value_heads", fallback="num_attention_heads")
     if heads % kv_heads:
@@ -103,7 +108,7 @@ def decoder_config(
 
 
 def layer_windows(fields: Fields) -> tuple[int | None, ...]:
-    """The windows of families in which only some layers slide, or none."""
+    """The windows of families in which some or no layers have sliding windows."""
     layers = fields.size("num_hidden_layers")
     window = fields.size("sliding_window") if fields.flag("use_sliding_window") else None
     kinds = fields.get("layer_types")
@@ -120,7 +125,7 @@ def layer_windows(fields: Fields) -> tuple[int | None, ...]:
 
 
 def _rope(fields: Fields, head_dim: int) -> Rope:
-    """Old style or new; the dynamic one changes beyond ``max_position_embeddings`` only, where nothing is served."""
+    """Read old or new entries. The dynamic type differs only beyond ``max_position_embeddings``, which is refused."""
     parameters = fields.get("rope_scaling") or fields.get("rope_parameters") or {}
     if not isinstance(parameters, dict):
         raise fields.error("rope_parameters", parameters, "an object")
@@ -135,7 +140,7 @@ def _rope(fields: Fields, head_dim: int) -> Rope:
         )
     if parameters.get("partial_rotary_factor", fields.get("partial_rotary_factor")) not in (None, 1):
         raise ConfigError("config.json: a partial_rotary_factor other than 1 is not supported.")
-    with torch.device("cpu"):  # also where a model is being built on the meta device
+    with torch.device("cpu"):  # even if the model is built on the meta device
         if kind != "default":
             return _scaled_rope(kind, fields.checkpoint)
         theta = parameters.get("rope_theta") or fields.get("rope_theta") or 10000.0

@@ -1,4 +1,4 @@
-"""What a decoder layer computes between its products: here by torch, on GPUs by kernels that do more at once."""
+"""Elementwise operations of a decoder layer: by torch here, by fused kernels on GPUs."""
 
 from __future__ import annotations
 
@@ -31,9 +31,9 @@ class HeadWeights:
 
 @dataclass(frozen=True, slots=True)
 class KVPlaces:
-    """Where a step's keys and values go: pools (slots, num_kv_heads, head_dim), and each token's slot, int64.
+    """The places of a step's keys and values: pools (slots, num_kv_heads, head_dim), and each token's slot, int64.
 
-    Pools of fp8 hold keys and values over their scales.
+    fp8 pools store keys and values divided by their scales.
     """
 
     keys: Tensor
@@ -43,18 +43,18 @@ class KVPlaces:
     value_scale: float = 1.0
 
     def write(self, k: Tensor, v: Tensor) -> None:
-        """``k`` and ``v`` (tokens, num_kv_heads, head_dim)."""
+        """Write ``k`` and ``v`` (tokens, num_kv_heads, head_dim)."""
         for pool, rows, scale in ((self.keys, k, self.key_scale), (self.values, v, self.value_scale)):
-            if pool.dtype == FP8:  # by its bytes: torch has no index_copy_ of fp8
+            if pool.dtype == FP8:  # as bytes, because torch has no index_copy_ for fp8
                 pool, rows = pool.view(torch.uint8), as_fp8(rows, scale).view(torch.uint8)
             pool.index_copy_(0, self.slots, rows)
 
 
 class Elementwise:
-    """By torch's operations, on any device."""
+    """Implemented by torch's operations, on any device."""
 
     def add_rms_norm(self, x: Tensor, delta: Tensor | None, weight: Tensor, eps: float) -> tuple[Tensor, Tensor]:
-        """``x + delta``, and the norm of that, both (tokens, features); ``x`` may be overwritten."""
+        """Return ``x + delta`` and its norm, both (tokens, features). May overwrite ``x``."""
         if delta is not None:
             x = x + delta
         return x, F.rms_norm(x, weight.shape, weight, eps)
@@ -65,13 +65,13 @@ class Elementwise:
         return F.silu(gate) * up
 
     def rotate(self, qk: Tensor, angles: Angles, norm: HeadWeights | None) -> Tensor:
-        """The rotated, and before that normed, heads of ``qk`` (tokens, num_heads + num_kv_heads, head_dim)."""
+        """Rotate the heads of ``qk`` (tokens, num_heads + num_kv_heads, head_dim), after ``norm`` if it is given."""
         if norm is not None:
             qk = F.rms_norm(qk, qk.shape[-1:], None, norm.eps) * norm.weight
         return rotate(qk, angles)
 
     def rotate_and_write(self, qkv: Tensor, angles: Angles, norm: HeadWeights | None, places: KVPlaces) -> Tensor:
-        """Rotate queries and keys, write keys and values to their places; returns the queries.
+        """Rotate queries and keys, and write keys and values to their places. Returns the queries.
 
         ``qkv`` (tokens, num_heads + 2 * num_kv_heads, head_dim) -> (tokens, num_heads, head_dim).
         """
@@ -83,7 +83,7 @@ class Elementwise:
 
 
 TORCH = Elementwise()
-# By device; without its line torch's operations serve there.
+# By device. Other devices use torch's operations.
 ELEMENTWISE = Family[Callable[[], Elementwise]]({
     "cuda": "raylm.models.gpu.elementwise:TritonElementwise",
 })  # fmt: skip
@@ -101,12 +101,12 @@ def rotate(x: Tensor, angles: Angles) -> Tensor:
 
 
 def as_fp8(x: Tensor, scale: float) -> Tensor:
-    """``x`` over ``scale``, rounded to the nearest; what lies beyond the range of fp8 becomes its largest value."""
+    """``x`` divided by ``scale``, rounded to nearest. Values beyond the range of fp8 become its largest value."""
     return (x.float() * (1.0 / scale)).clamp_(-LARGEST_FP8, LARGEST_FP8).to(FP8)
 
 
 def select_elementwise(device: torch.device) -> Elementwise:
-    """What is fastest on ``device``; a slower way than usual is named in the log."""
+    """The fastest implementation on ``device``. Logs a warning if a slower one is used."""
     if device.type not in ELEMENTWISE:
         return TORCH
     try:

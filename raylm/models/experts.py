@@ -1,4 +1,4 @@
-"""Experts of one layer whose weights are stacked, on devices where they are multiplied by grouped products."""
+"""Grouped products for experts of one layer with stacked weights, on devices that support them."""
 
 from __future__ import annotations
 
@@ -12,18 +12,18 @@ from raylm.lazy import Family
 logger = logging.getLogger(__name__)
 
 Gate = Callable[[Tensor], Tensor]  # (rows, 2 * inner) -> (rows, inner)
-# (x (tokens, hidden), index (tokens, chosen) int64, weights (tokens, chosen)) -> (tokens, hidden): what the experts
-# ``index`` of each token give, weighed and added. Nothing waits for the device, and launches depend on shapes alone.
+# (x (tokens, hidden), index (tokens, chosen) int64, weights (tokens, chosen)) -> (tokens, hidden): the weighted sum of
+# the outputs of each token's experts ``index``. Does not wait for the device, and launches depend only on shapes.
 GroupedExperts = Callable[[Tensor, Tensor, Tensor], Tensor]
-# By device, made of gate_up (experts, 2 * inner, hidden), down (experts, hidden, inner) and a gate; without its line
-# experts are multiplied one by one there.
+# By device, constructed from gate_up (experts, 2 * inner, hidden), down (experts, hidden, inner) and a gate. On other
+# devices, experts are multiplied one by one.
 GROUPED_EXPERTS = Family[Callable[[Tensor, Tensor, Gate], GroupedExperts]]({
     "cuda": "raylm.models.gpu.experts:TritonExperts",
 })  # fmt: skip
 
 
 def group_experts(gate_up: Tensor, down: Tensor, gate: Gate) -> GroupedExperts | None:
-    """None where experts are better off one by one, as on a CPU; a slower way than usual is named in the log."""
+    """Grouped experts. None if single products are better, as on a CPU. Logs a warning if a slower way is used."""
     if gate_up.device.type not in GROUPED_EXPERTS:
         return None
     try:

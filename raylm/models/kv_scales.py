@@ -1,4 +1,4 @@
-"""The scales of an fp8 KV cache, which a checkpoint may hold: one for the keys of a layer, one for its values."""
+"""Scales of an fp8 KV cache in a checkpoint: one for the keys and one for the values of each layer."""
 
 from __future__ import annotations
 
@@ -18,10 +18,10 @@ _NAME = re.compile(r"(?:.+\.)?layers\.(\d+)\.self_attn\.([kv])_scale")
 
 
 def with_kv_scales(specs: Sequence[AttentionSpec], checkpoint: Checkpoint) -> list[AttentionSpec]:
-    """The layers with the scales that ``checkpoint`` has for them, as compressed-tensors calls these; else 1.0.
+    """The specs with the scales in ``checkpoint``, under the names of compressed-tensors; the default is 1.0.
 
     Raises:
-        ConfigError: a scale is no positive number, or there are several of a layer's heads.
+        ConfigError: a scale is not a positive number, or a layer has several.
     """
     found: dict[tuple[int, str], float] = {}
     for name, layer, which, scale in _stored(checkpoint):
@@ -38,9 +38,9 @@ def with_kv_scales(specs: Sequence[AttentionSpec], checkpoint: Checkpoint) -> li
 
 
 def _stored(checkpoint: Checkpoint) -> Iterator[tuple[str, int, str, Tensor]]:
-    """(name, layer, "k" or "v", scale)."""
+    """Yields (name, layer, "k" or "v", scale)."""
     for file in weight_files(checkpoint.path):
         with safe_open(file, framework="pt") as weights:
-            for name in weights.keys():  # noqa: SIM118 (a safetensors handle is no mapping)
+            for name in weights.keys():  # noqa: SIM118 (a safetensors handle is not a mapping)
                 if (match := _NAME.fullmatch(name)) is not None:
                     yield name, int(match[1]), match[2], weights.get_tensor(name).float()

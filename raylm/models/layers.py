@@ -1,4 +1,4 @@
-"""The modules of the Llama families' decoder, over a flattened (tokens, features) batch."""
+"""Modules of the Llama families' decoder, for a flattened (tokens, features) batch."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ class RMSNorm(Weighted):
         self.elementwise: Elementwise = TORCH
 
     def forward(self, x: Tensor, delta: Tensor | None) -> tuple[Tensor, Tensor]:
-        """``x + delta``, and the norm of that; ``x`` may be overwritten."""
+        """Return ``x + delta`` and its norm. May overwrite ``x``."""
         return self.elementwise.add_rms_norm(x, delta, self.weight, self.eps)
 
 
@@ -61,7 +61,7 @@ class HeadNorm(Weighted):
 
 
 class Embedding(Weighted):
-    """(tokens,) -> (tokens, hidden_size); ``rows`` looks them up where another layer holds the same weights."""
+    """(tokens,) -> (tokens, hidden_size). If another layer has the same weights, ``rows`` looks them up there."""
 
     def __init__(self, c: DecoderConfig) -> None:
         super().__init__()
@@ -76,7 +76,7 @@ class Embedding(Weighted):
 
 
 class VocabParallelEmbedding(Embedding):
-    """Holds the rows of this rank's part of the vocabulary; the others come from the other ranks."""
+    """Has this rank's part of the vocabulary. A sum over ranks adds the other rows."""
 
     def __init__(self, c: DecoderConfig) -> None:
         super().__init__(c)
@@ -90,7 +90,7 @@ class VocabParallelEmbedding(Embedding):
 
 
 class GatedMLP(nn.Module):
-    """down(act(gate(x)) * up(x)), gate and up as one multiplication."""
+    """down(act(gate(x)) * up(x)), with gate and up in one multiplication."""
 
     def __init__(self, c: DecoderConfig) -> None:
         super().__init__()
@@ -141,7 +141,7 @@ class Attention(nn.Module):
 
 
 class DecoderLayer(nn.Module):
-    """Attention, then the gated MLP, each on the normed input and added to it: by the norm that comes next."""
+    """Attention, then the gated MLP, each with a norm of its input. The next norm adds their outputs to the input."""
 
     def __init__(self, c: DecoderConfig, spec: AttentionSpec) -> None:
         super().__init__()
@@ -151,7 +151,7 @@ class DecoderLayer(nn.Module):
         self.mlp = GatedMLP(c)
 
     def forward(self, x: Tensor, delta: Tensor | None, angles: Angles, attend: Attend) -> tuple[Tensor, Tensor]:
-        """``delta`` is what is still to be added to ``x``; as its result."""
+        """``delta`` must still be added to ``x``; the same holds for the result."""
         x, normed = self.input_layernorm(x, delta)
         x, normed = self.post_attention_layernorm(x, self.self_attn(normed, angles, attend))
         return x, self.mlp(normed)

@@ -1,4 +1,4 @@
-"""Linear layers: the weights of one or several stacked checkpoint modules, multiplied by an exchangeable kernel."""
+"""Linear layers: weights of one or several stacked checkpoint modules, with an exchangeable kernel."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ LinearKernel = Callable[[Tensor], Tensor]
 KernelFactory = Callable[[Weight, Tensor | None], LinearKernel]
 
 
-# What multiplies by 4-bit weights, by device, beside the native kernels of CPUs; without its line they are refused.
+# Kernels for 4-bit weights by device, besides the native kernels for CPUs. Other devices are not supported.
 INT4_LINEARS = Family[Callable[[Int4Weight, Tensor | None], LinearKernel]]({
     "cuda": "raylm.models.gpu.int4:Int4Linear",
 })  # fmt: skip
@@ -31,12 +31,12 @@ class Weighted(nn.Module):
     """A module that owns checkpoint weights."""
 
     def targets(self, path: str) -> Iterator[tuple[str, Tensor]]:
-        """Yield (checkpoint name, the memory to load it into) of this module, which lies at ``path`` in the model."""
+        """Yield (checkpoint name, memory to load it into) of this module, whose path in the model is ``path``."""
         for name, parameter in self.named_parameters(recurse=False):
             yield f"{path}.{name}", parameter
 
     def freeze(self, kernels: KernelFactory) -> None:
-        """Called once after loading: bring the weights into the form that the forward pass reads."""
+        """Convert the weights to the form of the forward pass. Called once after loading."""
 
 
 def unfilled(*shape: int) -> nn.Parameter:
@@ -44,19 +44,22 @@ def unfilled(*shape: int) -> nn.Parameter:
 
 
 class WeightFormat:
-    """How a checkpoint holds the weight of a linear layer, and what its kernel gets of that: here, plain floats."""
+    """The storage format of a linear layer's weight in a checkpoint. This class is for plain floats."""
 
     def tensors(self, rows: int, inputs: int) -> dict[str, Tensor]:
-        """Memory by name for what it holds of a part instead of ``weight``; ValueError where it holds no such shape."""
+        """Memory by name for the tensors of a part in place of ``weight``.
+
+        Raises ValueError for shapes it does not support.
+        """
         return {}
 
     def weight(self, layer: Linear) -> Weight:
-        """What was loaded into ``layer``, its parts stacked; ConfigError where no kernel serves it."""
+        """The loaded weights of ``layer``, with its parts stacked. Raises ConfigError if no kernel supports them."""
         assert layer.weight is not None
         return layer.weight.data
 
     def freeze(self, layer: Linear, kernels: KernelFactory) -> tuple[LinearKernel, int]:
-        """What multiplies by the weights that were loaded into ``layer``, and the bytes of these."""
+        """The kernel for the loaded weights of ``layer``, and the bytes of these weights."""
         weight = self.weight(layer)
         return kernels(weight, None if layer.bias is None else layer.bias.data), weight.nbytes
 
@@ -65,10 +68,10 @@ PLAIN = WeightFormat()
 
 
 class Linear(Weighted):
-    """(tokens, in_features) -> (tokens, out_features); after ``freeze`` the weights belong to the kernel alone.
+    """(tokens, in_features) -> (tokens, out_features). After ``freeze`` only the kernel has the weights.
 
-    ``parts`` are the checkpoint modules that are stacked along the output, such as q, k and v, with their rows.
-    ``dtype`` is the model's, whatever the weights are.
+    ``parts`` are the checkpoint modules that are stacked along the output, such as q, k and v, with their number of
+    rows. ``dtype`` is the model's dtype, for any format of weights.
     """
 
     dtype = torch.float32
@@ -84,7 +87,7 @@ class Linear(Weighted):
         self.nbytes = 0
 
     def expect(self, form: WeightFormat) -> None:
-        """Be loaded with weights of this format, or raise ValueError."""
+        """Prepare for weights of this format. Raises ValueError if it does not support the shape."""
         self.format = form
         self.stored = {part: form.tensors(rows, self.in_features) for part, rows in self.parts.items()}
         if any(self.stored.values()):
@@ -109,8 +112,10 @@ class Linear(Weighted):
 
 
 class Head(Linear):
-    """Makes logits, on a GPU too with sums in float32: rounded to bfloat16 they lie 0.06 apart from 8 on, and of tokens
-    that come that close to each other not the best one would be drawn, but the first.
+    """Computes logits. On a GPU, sums are returned in float32 without rounding.
+
+    Rounded to bfloat16, logits from 8 on would differ by steps of 0.06. Among tokens within a step, the first would be
+    drawn, not the best.
     """
 
     def freeze(self, kernels: KernelFactory) -> None:
@@ -119,32 +124,32 @@ class Head(Linear):
 
 
 def prefix_of(path: str) -> str:
-    """What comes before the names of the modules that lie beside ``path``."""
+    """The prefix of names of modules that have the same parent as ``path``."""
     return "".join(path.rpartition(".")[:2])
 
 
 def linear_layers(model: nn.Module) -> Iterator[tuple[str, Linear]]:
-    """The linear layers of a model, each with what comes before its parts in the checkpoint's names."""
+    """The linear layers of a model, each with the prefix of its parts' names in the checkpoint."""
     for path, module in model.named_modules():
         if isinstance(module, Linear):
             yield prefix_of(path), module
 
 
 class Quantization:
-    """Formats of the linear layers of a model, here plain floats; ``description`` tells users what they are."""
+    """The formats of a model's linear layers, here plain floats. ``description`` is shown to users."""
 
     description: str | None = None
 
     def apply(self, model: nn.Module, *, tied: bool) -> None:
-        """Make the layers expect their formats, or raise ConfigError; a ``tied`` head has no weights of its own."""
+        """Set the formats of the layers. A ``tied`` head has no weights of its own. Raises ConfigError."""
 
 
 def _unrounded(weight: Weight, bias: Tensor | None) -> LinearKernel:
-    """The product in float32; only GPUs have it for narrower inputs."""
+    """The product in float32. Only GPUs support it for narrower inputs."""
     assert isinstance(weight, Tensor), "quantized weights are not served on a GPU"
 
     def multiply(x: Tensor) -> Tensor:
-        if not len(x):  # a step within prompts draws nothing
+        if not len(x):  # a step of partial prompts draws no token
             return x.new_empty((0, len(weight)), dtype=torch.float32)
         out = torch.mm(x, weight.t(), out_dtype=torch.float32)
         return out if bias is None else out + bias
@@ -153,7 +158,7 @@ def _unrounded(weight: Weight, bias: Tensor | None) -> LinearKernel:
 
 
 def dense(weight: Weight, bias: Tensor | None) -> LinearKernel:
-    """torch's product, on any device, or that of the device for 4-bit weights."""
+    """torch's product, on any device, or the device's kernel for 4-bit weights."""
     if isinstance(weight, Int4Weight) and weight.values.device.type in INT4_LINEARS:
         return INT4_LINEARS[weight.values.device.type](weight, bias)
     assert isinstance(weight, Tensor), "quantized weights need the native kernels"
@@ -161,14 +166,14 @@ def dense(weight: Weight, bias: Tensor | None) -> LinearKernel:
 
 
 def prepacked(weight: Weight, bias: Tensor | None) -> LinearKernel:
-    """oneDNN's kernel over a reordered copy: up to four times as fast for few rows. Private to torch: see ``probe``."""
+    """oneDNN's kernel on a reordered copy: up to four times as fast for few rows. Private to torch: see ``probe``."""
     assert isinstance(weight, Tensor), "quantized weights need the native kernels"
     packed, multiply = torch.ops.mkldnn._reorder_linear_weight(weight, None), torch.ops.mkldnn._linear_pointwise
     return lambda x: multiply(x, packed, bias, "none", [], "")
 
 
 def select_kernels(device: torch.device, dtype: torch.dtype) -> KernelFactory:
-    """The fastest kernel that works on this machine; a slower one than usual is named in the log."""
+    """The fastest kernel that works on this machine. Logs a warning if a slower one is used."""
     if device.type != "cpu":
         return dense
     try:
@@ -183,7 +188,7 @@ def select_kernels(device: torch.device, dtype: torch.dtype) -> KernelFactory:
 
 
 def probe(dtype: torch.dtype) -> str | None:
-    """Why the prepacked kernel cannot be used; None if it computes a small product right."""
+    """The reason why the prepacked kernel cannot be used; None if a small product is right."""
     if dtype == torch.bfloat16 and not torch.ops.mkldnn._is_mkldnn_bf16_supported():
         return "this CPU has no AVX-512, which oneDNN's bfloat16 needs"
     generator = torch.Generator().manual_seed(0)

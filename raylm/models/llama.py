@@ -1,4 +1,4 @@
-"""The Llama, Qwen2, Qwen3 and Mistral families: one decoder, whose switches each reads from its own config.json."""
+"""The Llama, Qwen2, Qwen3 and Mistral families: one decoder, configured by config.json."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ from raylm.native import NativeDecoder, NativeLinear
 
 
 class LlamaForCausalLM(CausalLM):
-    """A decoder with its language-model head; the other families differ by a few switches of its configuration."""
+    """A decoder with a language-model head. The other families differ only in its configuration."""
 
     adaptable = True
 
@@ -45,7 +45,7 @@ class LlamaForCausalLM(CausalLM):
 
     @classmethod
     def configure(cls, checkpoint: Checkpoint) -> DecoderConfig:
-        """config.json over the defaults of this family; ConfigError where it cannot be served."""
+        """config.json with the defaults of this family. Raises ConfigError if it is not supported."""
         fields = Fields.of("LlamaForCausalLM", checkpoint)
         windows = (None,) * fields.size("num_hidden_layers")
         bias = fields.flag("attention_bias")
@@ -74,7 +74,7 @@ class LlamaForCausalLM(CausalLM):
 
     def native_decoder(self, max_tokens: int, kv_caches: Sequence[Tensor]) -> NativeDecoder | None:
         if not isinstance(self.lm_head.kernel, NativeLinear) or self.config.ranks.world_size > 1:
-            return None  # a step is one call, in which no rank could wait for the others
+            return None  # ranks cannot exchange results within one native call
         return native_decoder(self.config, self.model, self.lm_head, max_tokens, kv_caches)
 
     def forward(self, input_ids: Tensor, positions: Tensor, attend: Attend) -> Tensor:
@@ -87,7 +87,7 @@ class LlamaForCausalLM(CausalLM):
 
 
 class Qwen2ForCausalLM(LlamaForCausalLM):
-    """Biases on q, k and v; some layers may slide."""
+    """Has biases on q, k and v. Some layers may have sliding windows."""
 
     @classmethod
     def configure(cls, checkpoint: Checkpoint) -> DecoderConfig:
@@ -96,7 +96,7 @@ class Qwen2ForCausalLM(LlamaForCausalLM):
 
 
 class Qwen3ForCausalLM(LlamaForCausalLM):
-    """A norm on every query and key head; some layers may slide."""
+    """Has a norm on every query and key head. Some layers may have sliding windows."""
 
     @classmethod
     def configure(cls, checkpoint: Checkpoint) -> DecoderConfig:
@@ -106,7 +106,7 @@ class Qwen3ForCausalLM(LlamaForCausalLM):
 
 
 class MistralForCausalLM(LlamaForCausalLM):
-    """No biases; all layers slide where the configuration says so, or says nothing."""
+    """Has no biases. All layers have sliding windows if configured, and by default."""
 
     @classmethod
     def configure(cls, checkpoint: Checkpoint) -> DecoderConfig:

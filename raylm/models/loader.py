@@ -1,4 +1,4 @@
-"""Reads a checkpoint's safetensors into a model, tensor by tensor and straight into place."""
+"""Loads a checkpoint's safetensors into a model, one tensor at a time, without copies."""
 
 from __future__ import annotations
 
@@ -30,15 +30,16 @@ def load_model(
     quantization: str | None = None,
     ranks: Ranks = SINGLE_RANK,
 ) -> tuple[CausalLM, int]:
-    """The model of ``checkpoint`` with its weights, and their bytes; of several ``ranks`` that share it, one's part.
+    """Load the model of ``checkpoint``. Returns it and the bytes of its weights.
 
-    ``quantization`` ('int8' or 'int4') rounds plain weights. There is never more than one tensor beside the weights.
+    ``quantization`` ('int8' or 'int4') rounds plain weights. With several ``ranks``, loads the part of one. At most one
+    tensor is in memory in addition to the weights.
 
     Raises:
-        ConfigError: an entry of config.json is not supported, or weights are missing, unexpected or of another shape.
+        ConfigError: config.json is not supported, or weights are missing, unexpected or of another shape.
     """
     model, chosen = _outline(checkpoint, quantization, device, ranks)
-    check_weights(checkpoint)  # before memory is taken for what config.json says
+    check_weights(checkpoint)  # before memory is allocated by the sizes in config.json
     with device:
         chosen.apply(model, tied=f"{HEAD}.weight" in model.redundant)
     model.materialize(dtype, device)
@@ -51,10 +52,10 @@ def load_model(
 
 
 def outline(checkpoint: Checkpoint, dtype: torch.dtype, device: torch.device, quantization: str | None) -> CausalLM:
-    """The model that ``load_model`` would load, on the meta device: all of it but the numbers.
+    """The model that ``load_model`` would load, on the meta device, without weights.
 
     Raises:
-        ConfigError: as of ``load_model``, but for what the weights' files hold.
+        ConfigError: as ``load_model``, except for the contents of weight files.
     """
     model, chosen = _outline(checkpoint, quantization, device, SINGLE_RANK)
     meta = torch.device("meta")
@@ -90,16 +91,16 @@ def _select_quantization(checkpoint: Checkpoint, asked: str | None, device: torc
 
 
 def _loaded(model: CausalLM, prefix: str, layer: Linear) -> int:
-    """Bytes of what was loaded as the weight of ``layer``: none where it is a copy of another."""
+    """Bytes of the loaded weights of ``layer``; 0 if they are a copy of other weights."""
     if layer.weight is None:
         return sum(tensor.nbytes for stored in layer.stored.values() for tensor in stored.values())
     return 0 if {f"{prefix}{part}.weight" for part in layer.parts} <= model.redundant else layer.weight.nbytes
 
 
 def resolve_dtype(checkpoint: Checkpoint, asked: str, device: torch.device) -> torch.dtype:
-    """The dtype of weights and KV cache, ``asked`` for or with 'auto' the checkpoint's; ConfigError for others.
+    """The dtype of weights and KV cache: ``asked``, or the checkpoint's for 'auto'. Raises ConfigError.
 
-    CPUs multiply float16 slowly or not at all, so there 'auto' serves it in float32, which holds it exactly.
+    CPUs multiply float16 slowly or not at all. So 'auto' serves it in float32 there, which represents it exactly.
     """
     declared = checkpoint.config.get("dtype") or checkpoint.config.get("torch_dtype") or "float32"
     name = shown(declared if asked == "auto" else asked).strip("'").removeprefix("torch.")
@@ -137,7 +138,7 @@ def _copy(name: str, tensor: Tensor, target: Tensor) -> None:
 
 
 def _tensors(files: list[Path], wanted: Set[str], shards: Mapping[str, Shard]) -> Iterator[tuple[str, Tensor]]:
-    """The ``wanted`` tensors one by one, in the order of the files; of those in ``shards`` only that part."""
+    """The ``wanted`` tensors one by one, in the order of the files. Of tensors in ``shards`` only their part."""
     for file in files:
         with safe_open(file, framework="pt") as weights:
             for name in weights.keys():  # noqa: SIM118 (a safetensors handle is no mapping)
@@ -147,7 +148,7 @@ def _tensors(files: list[Path], wanted: Set[str], shards: Mapping[str, Shard]) -
 
 
 def _read_shard(weights: Any, name: str, shard: Shard) -> Tensor:
-    """One rank's part from an open safetensors file; nothing else of the tensor is read."""
+    """Read one rank's part of a tensor from an open safetensors file, and nothing else."""
     stored, entries = weights.get_slice(name), slice(shard.part.start, shard.part.stop)
     shape = tuple(stored.get_shape())
     if len(shape) <= shard.dim or shape[shard.dim] != shard.count:

@@ -1,4 +1,4 @@
-"""LoRA adapters: read as PEFT saves them, and multiplied by torch's layers or packed for the native decoder."""
+"""LoRA adapters: reads PEFT's files, multiplies by torch, or packs adapters for the native decoder."""
 
 from __future__ import annotations
 
@@ -30,25 +30,25 @@ logger = logging.getLogger(__name__)
 _CONFIG, _WEIGHTS = "adapter_config.json", "adapter_model.safetensors"
 _MAX_CONFIG_BYTES = 1 << 20
 _NAME = re.compile(r"base_model\.model\.(?P<module>.+)\.lora_(?P<side>[AB])\.weight")
-# Entries that change nothing about how a saved adapter is applied.
+# Entries that do not affect how a saved adapter is applied.
 _INERT = {
     "auto_mapping", "base_model_name_or_path", "eva_config", "exclude_modules", "inference_mode", "layers_pattern",
     "layers_to_transform", "lora_dropout", "megatron_core", "peft_version", "qalora_group_size", "rank_pattern",
     "revision", "runtime_config", "target_modules",
 }  # fmt: skip
 _READ = {"peft_type", "task_type", "r", "lora_alpha", "use_rslora", "bias", "init_lora_weights"}
-_LARGEST_ALPHA = 1e6  # with usual weights far more gives logits that are not finite
-# Ways to begin training that take something out of the base model's weights.
+_LARGEST_ALPHA = 1e6  # with usual weights, a much larger value gives logits that are not finite
+# Initializations that change the base model's weights.
 _CHANGES_BASE = ("pissa", "olora", "corda", "loftq", "lora_ga")
 
 
 class _UnservedError(Exception):
-    """Why an adapter cannot be served."""
+    """The reason why an adapter cannot be served."""
 
 
 @dataclass(frozen=True, slots=True)
 class LowRank:
-    """What an adapter adds to a linear module: ``up @ (down @ x)``, down (rank, in), up (out, rank), scaled already."""
+    """An adapter's change of a linear module: ``up @ (down @ x)``, down (rank, in), up (out, rank), with the scale."""
 
     down: Tensor
     up: Tensor
@@ -60,12 +60,12 @@ Weights = Mapping[str, LowRank]
 def read_adapter(
     path: Path, shapes: Mapping[str, tuple[int, int]], max_rank: int, dtype: torch.dtype = torch.float32
 ) -> dict[str, LowRank]:
-    """The low-rank products of an adapter; ``shapes`` are (out, in) of the modules of the model that it may change.
+    """Read an adapter. ``shapes`` are (out, in) of the modules of the model that adapters may change.
 
-    All numbers are finite also in ``dtype``, the model's.
+    All numbers are finite, also in ``dtype``, the model's dtype.
 
     Raises:
-        InvalidRequestError: it is no adapter, not one for this model, or asks for what is not served; named.
+        InvalidRequestError: it is not an adapter for this model, or uses an unsupported feature; names the reason.
     """
     with _refused(path):
         return _read_adapter(path, shapes, max_rank, dtype)
@@ -74,9 +74,9 @@ def read_adapter(
 def read_adapter_with_digest(
     path: Path, shapes: Mapping[str, tuple[int, int]], max_rank: int, dtype: torch.dtype = torch.float32
 ) -> tuple[dict[str, LowRank], str]:
-    """As ``read_adapter``, with the SHA-256 of the files: equal digests mean equal adapters, wherever they lie.
+    """As ``read_adapter``, with the SHA-256 of the files. Equal digests mean equal adapters in any directory.
 
-    The digest is taken before and after the weights are read, so that it is that of the weights.
+    The digest is computed before and after the weights are read, to detect changes in between.
 
     Raises:
         InvalidRequestError: as ``read_adapter``, or the files changed meanwhile.
@@ -123,7 +123,7 @@ def _digest(path: Path) -> str:
 
 
 def _check_is_file(file: Path) -> None:
-    """Opening a pipe would wait until there is a writer."""
+    """Refuse special files: opening a pipe would wait for a writer."""
     if file.exists() and not file.is_file():
         raise _UnservedError(f"its {file.name} is not a regular file")
 
@@ -162,7 +162,7 @@ def _low_rank(
         raise _UnservedError(f"{module} has {found}; this model's module is ({rows}, {inputs})")
     if rank > max_rank:
         raise _UnservedError(f"{module} has the rank {rank}; lora.max_rank is {max_rank}")
-    # As peft has it; with the root it is rank-stabilized scaling (Kalajdzievski 2023).
+    # As in PEFT. The square root is rank-stabilized scaling (Kalajdzievski 2023).
     scale = config["lora_alpha"] / (math.sqrt(rank) if config.get("use_rslora") else rank)
     return LowRank(down, up.float() * scale)
 
@@ -190,25 +190,25 @@ def _read_config(file: Path) -> dict[str, Any]:
     if isinstance(start, str) and start.lower().startswith(_CHANGES_BASE):
         raise _UnservedError(f"init_lora_weights {start[:40]!r} changes the weights of the base model too")
     for key in sorted(config.keys() - _INERT - _READ):
-        if config[key]:  # it may change how the adapter is applied
+        if config[key]:  # it may affect how the adapter is applied
             raise _UnservedError(f"{key[:40]} is set, which is not served")
     return config
 
 
 @dataclass(frozen=True, slots=True)
 class ModuleAdapter:
-    """(down, up) of each linear layer, None where it has no adapter; of a fused layer those of its parts as one."""
+    """(down, up) of each linear layer, None without an adapter. The parts of a fused layer are combined."""
 
     pairs: list[tuple[Tensor, Tensor] | None]
 
 
 def _adaptable_layers(model: CausalLM) -> list[tuple[str, Linear]]:
-    """All but the head, in the model's order."""
+    """All linear layers except the head, in the model's order."""
     return [(prefix, layer) for prefix, layer in linear_layers(model) if HEAD not in layer.parts]
 
 
 def adaptable_shapes(model: CausalLM) -> dict[str, tuple[int, int]]:
-    """(out, in) of the modules that adapters may change, by the checkpoint's names."""
+    """(out, in) of the modules that adapters may change, by their names in the checkpoint."""
     return {
         f"{prefix}{part}": (rows, layer.in_features)
         for prefix, layer in _adaptable_layers(model)
@@ -226,10 +226,10 @@ class AdapterLimits:
 
 
 class LowRankLayers:
-    """Adds low-rank products to the linear layers of a model, by torch, for one run of rows after the other.
+    """Adds low-rank products to the linear layers of a model, by torch, for one run of rows after another.
 
-    Made after whatever else reads the layers' kernels. Where it is ``capturable`` a pass with adapters is the same
-    operations whatever they are.
+    Must be created after other code has read the layers' kernels. If it is ``capturable``, a forward pass with adapters
+    runs the same operations for any adapters.
     """
 
     capturable: ClassVar[bool] = False
@@ -242,21 +242,21 @@ class LowRankLayers:
             layer.kernel = partial(self._multiply, layer.kernel, at)
 
     def begin(self, runs: Sequence[AdapterRun]) -> None:
-        """Say which tokens of the next pass have which adapter."""
+        """Set the adapters of the tokens of the next forward pass."""
         self._runs = runs
 
     def hold(self, adapted: bool) -> None:
-        """Be as in a step with adapters, or in one without, while no row has one; only where it is ``capturable``."""
+        """For capturing: act as in a step with or without adapters, although no row has one."""
         raise AssertionError("adapters are not captured")
 
     def pack(self, weights: Weights) -> object:
-        """Bring an adapter to the device, in the type of the model, in the form that a pass reads."""
+        """Copy an adapter to the device, in the dtype of the model and the form of the forward pass."""
         pairs = [_fused(prefix, layer, weights) for prefix, layer in self._layers]
         to = self._device, self._dtype
         return ModuleAdapter([pair and (pair[0].to(*to), pair[1].to(*to)) for pair in pairs])
 
     def compile_all(self) -> None:
-        """Compile what steps of any size launch."""
+        """Compile the kernels for steps of any size."""
 
     def _multiply(self, base: LinearKernel, at: int, x: Tensor) -> Tensor:
         out = base(x)
@@ -269,14 +269,14 @@ class LowRankLayers:
         return out
 
 
-# By device; without its line torch multiplies the runs there.
+# By device. On other devices torch multiplies the runs.
 LOW_RANK_LAYERS = Family[type[LowRankLayers]]({
     "cuda": "raylm.models.gpu.low_rank:GroupedLowRank",
 })  # fmt: skip
 
 
 def low_rank_layers(model: CausalLM, dtype: torch.dtype, device: torch.device, limits: AdapterLimits) -> LowRankLayers:
-    """The fastest for ``device``; a slower one than usual is named in the log."""
+    """The fastest implementation for ``device``. Logs a warning if a slower one is used."""
     cls = LowRankLayers
     if device.type in LOW_RANK_LAYERS:
         try:
@@ -287,7 +287,7 @@ def low_rank_layers(model: CausalLM, dtype: torch.dtype, device: torch.device, l
 
 
 def _fused(prefix: str, layer: Linear, weights: Weights) -> tuple[Tensor, Tensor] | None:
-    """The adapters of a layer's parts as one: ``down`` stacked, ``up`` block by block."""
+    """Combine the adapters of a layer's parts: ``down`` stacked, ``up`` as diagonal blocks."""
     found = {part: weights[f"{prefix}{part}"] for part in layer.parts if f"{prefix}{part}" in weights}
     if not found:
         return None

@@ -1,4 +1,4 @@
-"""Hands a loaded decoder of the Llama families to the native kernels, which then compute all its layers in one call."""
+"""native_decoder: passes a loaded decoder of the Llama families to the native kernels, which run it in one call."""
 
 from __future__ import annotations
 
@@ -23,7 +23,10 @@ logger = logging.getLogger(__name__)
 def native_decoder(
     config: DecoderConfig, decoder: Decoder, head: Linear, max_tokens: int, kv_caches: Sequence[Tensor]
 ) -> NativeDecoder | None:
-    """A loaded ``decoder`` with native linear layers as one call; None, and a warning, where the kernels cannot."""
+    """A loaded ``decoder`` with native linear layers as one call.
+
+    None, with a warning, if the kernels do not support it.
+    """
     dtype, embedding = decoder.norm.weight.dtype, decoder.embed_tokens.weight
     if reasons := list(_refusals(config)):
         logger.warning("The model runs layer by layer, and slower: %s", ", ".join(reasons), extra=about("slower"))
@@ -45,12 +48,12 @@ def native_decoder(
         head=_packed(head),
         layer=layers,
     )
-    struct.kept = (kept, layers, decoder, head)  # what it points to
+    struct.kept = (kept, layers, decoder, head)  # keeps the memory that it points to alive
     return NativeDecoder(struct, kv_caches, dtype, config.vocab_size)
 
 
 def _refusals(config: DecoderConfig) -> Iterator[str]:
-    """Beyond what the kernels of attention refuse."""
+    """Reasons why the kernels do not support the decoder, besides those of attention."""
     if config.activation is not F.silu:
         yield "its activation is not silu"
     if config.intermediate_size % layout.LANES:
@@ -65,7 +68,7 @@ def heads_struct(spec: AttentionSpec) -> layout.Heads:
 
 
 def _layer(layer: DecoderLayer, kept: list[Tensor]) -> layout.Layer:
-    """``kept`` takes the tensors that the struct points to."""
+    """Append the tensors that the struct points to, to ``kept``."""
     attention, mlp = layer.self_attn, layer.mlp
     norms = [_floats(layer.input_layernorm.weight), _floats(layer.post_attention_layernorm.weight)]
     if isinstance(attention.qk_norm, HeadNorm):

@@ -1,4 +1,4 @@
-"""Ranks: the workers that compute one model together, as its modules see them."""
+"""Ranks: the interface between a model's modules and the workers that compute the model together."""
 
 from __future__ import annotations
 
@@ -10,9 +10,11 @@ from torch import Tensor
 
 
 class Ranks(ABC):
-    """One of the workers that hold a model between them; all call the same operations, in the same order and shapes.
+    """One of the workers that share a model.
 
-    What ``all_reduce`` gives is the same on all ranks, bit by bit.
+    All must call the same operations, in the same order and with equal shapes.
+
+    The result of ``all_reduce`` is bitwise equal on all ranks.
     """
 
     rank: int
@@ -20,37 +22,37 @@ class Ranks(ABC):
 
     @abstractmethod
     def all_reduce(self, x: Tensor) -> Tensor:
-        """The sum of all ranks' ``x``, on all of them; ``x`` may be overwritten."""
+        """The sum of all ranks' ``x``, on all ranks. May overwrite ``x``."""
 
     @abstractmethod
     def gather(self, x: Tensor, widths: list[int]) -> Tensor:
-        """Columns: each rank's ``x`` (rows, widths[rank]) side by side on rank 0; elsewhere ``x`` as it is."""
+        """Concatenate the columns of each rank's ``x`` (rows, widths[rank]) on rank 0. Returns ``x`` on other ranks."""
 
     @abstractmethod
     def broadcast(self, x: Tensor) -> Tensor:
-        """Rank 0's ``x`` on all ranks; elsewhere it is overwritten."""
+        """Rank 0's ``x`` on all ranks. Overwrites it on other ranks."""
 
     @abstractmethod
     def all_reduce_min(self, values: list[int]) -> list[int]:
-        """Of each value the least that any rank has."""
+        """The minimum over ranks of each value."""
 
     @contextmanager
     def apart(self) -> Iterator[None]:
-        """Meanwhile ``all_reduce`` gives back what it is given: results mean nothing, and nobody is waited for."""
+        """In this context ``all_reduce`` returns its input: results have no meaning, and ranks do not wait."""
         yield
 
     def part(self, count: int, rank: int | None = None) -> range:
-        """Which of ``count`` entries are a rank's, this one's by default: runs whose lengths differ by at most one."""
+        """The part of ``count`` entries on a rank, by default this one. Sizes of parts differ by at most one."""
         rank = self.rank if rank is None else rank
         return range(count * rank // self.world_size, count * (rank + 1) // self.world_size)
 
     def widths(self, count: int) -> list[int]:
-        """How many of ``count`` entries each rank has."""
+        """The number of ``count`` entries on each rank."""
         return [len(self.part(count, rank)) for rank in range(self.world_size)]
 
 
 class SingleRank(Ranks):
-    """One worker that holds all of its model."""
+    """The only worker of a model."""
 
     rank, world_size = 0, 1
 

@@ -1,4 +1,4 @@
-"""Which class serves which architecture of config.json, and what serves quantized weights; imported when needed."""
+"""Finds the class of an architecture and the code for quantized weights. Imported when needed."""
 
 from __future__ import annotations
 
@@ -13,13 +13,13 @@ from raylm.models.causal_lm import CausalLM
 from raylm.models.linear import Quantization
 from raylm.models.ranks import Ranks
 
-# What chooses the formats of quantized weights: those of a checkpoint, or those that ``quantization`` asks for.
+# Selects the formats of quantized weights, from the checkpoint or from the knob ``quantization``.
 QUANTIZATION = Family[Callable[[Checkpoint, str | None, torch.device, Ranks], Quantization]]({
     "select": "raylm.models.quantization.select:select_quantization",
 })  # fmt: skip
 
 
 def model_class(checkpoint: Checkpoint) -> type[CausalLM]:
-    """The class for a checkpoint; ConfigError where its architecture is not supported."""
+    """The class for a checkpoint. Raises ConfigError if its architecture is not supported."""
     found: type[CausalLM] = member(ARCHITECTURES[architecture_of(checkpoint)])
     return found

@@ -1,8 +1,8 @@
-"""Tensor parallelism of the Llama families: what each rank holds of the layers (Shoeybi et al. 2019, Megatron-LM).
+"""Tensor parallelism of the Llama families: the part of each layer on each rank (Shoeybi et al. 2019, Megatron-LM).
 
-Column-wise layers (q, k, v, gate, up) have a share of the outputs on each rank, row-wise ones (o, down) take that share
-as their input; ranks exchange only the sums of what these give, two a layer. Embedding and head, most of what a small
-model reads, are split by vocabulary, which costs one sum and one gathering a step.
+Each rank has a share of the outputs of column-wise layers (q, k, v, gate, up), which is the input of row-wise layers
+(o, down). Ranks only exchange sums of the outputs of row-wise layers, two for each layer. Embedding and head, which are
+most of a small model's reads, are split by vocabulary. This needs one more sum and one gather in each step.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from raylm.models.causal_lm import Shard
 from raylm.models.decoder_config import DecoderConfig
 from raylm.models.ranks import Ranks
 
-# Module -> how it is split, as in base_model_tp_plan of transformers, and which entry of DecoderConfig is divided.
+# Module -> its split, as in base_model_tp_plan of transformers, and the entry of DecoderConfig that is divided.
 PLAN = {
     "q_proj": ("colwise", "num_heads"),
     "k_proj": ("colwise", "num_kv_heads"),
@@ -31,7 +31,7 @@ _KNOB = "engine.tensor_parallel_size"
 
 
 def share(whole: DecoderConfig, ranks: Ranks) -> DecoderConfig:
-    """One rank's part, or ConfigError; with more ranks than KV heads, neighbouring ranks hold the same one."""
+    """One rank's part. With more ranks than KV heads, neighbouring ranks have the same KV head. Raises ConfigError."""
     size = ranks.world_size
     for name, count in (("attention heads", whole.num_heads), ("inputs of down_proj", whole.intermediate_size)):
         if count % size:
@@ -45,7 +45,7 @@ def share(whole: DecoderConfig, ranks: Ranks) -> DecoderConfig:
 
 
 def shards(whole: DecoderConfig, ranks: Ranks, names: Iterable[str]) -> dict[str, Shard]:
-    """Which part of the checkpoint's tensors ``names`` this rank holds; those that it holds whole are left out."""
+    """The part of the checkpoint's tensors ``names`` on this rank. Tensors that it has completely are omitted."""
     d = whole.head_dim
     heads, kv_heads = ranks.part(whole.num_heads), _kv_heads(whole, ranks)
     parts = {
@@ -67,7 +67,7 @@ def shards(whole: DecoderConfig, ranks: Ranks, names: Iterable[str]) -> dict[str
 
 
 def others_names(config: DecoderConfig) -> set[str]:
-    """Tensors that only rank 0 holds: what is added after the sum over ranks is added once."""
+    """Tensors only on rank 0, because they are added once, after the sum over ranks."""
     layers = range(len(config.windows) if config.ranks.rank else 0)
     biases = {"self_attn.o_proj": config.biases.output, "mlp.down_proj": config.biases.mlp}
     return {f"model.layers.{i}.{module}.bias" for i in layers for module, has in biases.items() if has}

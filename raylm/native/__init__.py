@@ -1,4 +1,4 @@
-"""The native CPU kernels: linear layers, paged attention and the decoder of the Llama families, in C++; and drafts."""
+"""Native CPU kernels in C++: linear layers, paged attention, the decoder of the Llama families, and drafts."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ if TYPE_CHECKING:
     from raylm.native.runtime import use_threads as use_threads
 
 _MODULES = {
-    "build": (  # needs no torch: the child of `raylm serve` compiles beside Ray's start
+    "build": (  # needs no torch: `raylm serve` compiles in a child process while Ray starts
         "INSTRUCTION_SETS", "NativeError", "build_beside", "find_compiler", "instruction_set", "is_built",
         "missing_features",
     ),

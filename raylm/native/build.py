@@ -1,6 +1,6 @@
-"""Compiles the native kernels on first use, into a cache keyed by source, compiler and instruction set.
+"""Compiles the native kernels on first use, into a cache with the source, compiler and instruction set as key.
 
-Processes that need them at the same time compile them once: a lock in the cache is held by the one that does.
+Concurrent processes compile them once: the one that compiles holds a lock in the cache.
 """
 
 from __future__ import annotations
@@ -21,11 +21,11 @@ from typing import IO
 from raylm.stages import report
 
 SOURCES = Path(__file__).parent / "src"
-KERNELS, DRAFTS = "api", "drafts"  # what is compiled of it, each a library
+KERNELS, DRAFTS = "api", "drafts"  # sources, each compiled to a library
 _DRIVER = Path("/proc/driver/nvidia")
 _COMPILERS = ("g++", "clang++", "c++")
 _FLAGS = ("-O3", "-std=c++20", "-shared", "-fPIC", "-pthread", "-fno-math-errno", "-Wno-psabi")
-# Best first: what a CPU must offer (names of /proc/cpuinfo), and the compiler's options.
+# Best first: the required CPU features (names of /proc/cpuinfo), and the compiler's options.
 INSTRUCTION_SETS: dict[str, tuple[frozenset[str], tuple[str, ...]]] = {
     "avx512-bf16": (
         frozenset({"avx512f", "avx512bw", "avx512vl", "avx512dq", "avx512cd", "avx512_bf16", "avx512_vnni", "fma"}),
@@ -41,26 +41,26 @@ INSTRUCTION_SETS: dict[str, tuple[frozenset[str], tuple[str, ...]]] = {
 
 
 class NativeError(Exception):
-    """The native kernels cannot be built or loaded here, and why."""
+    """The native kernels cannot be built or loaded on this machine; the message has the reason."""
 
 
 def instruction_set(cpuinfo: Path = Path("/proc/cpuinfo")) -> str:
-    """The best of INSTRUCTION_SETS that every core of this machine has."""
+    """The best of INSTRUCTION_SETS that every core of this machine supports."""
     return next(name for name in INSTRUCTION_SETS if offered(name, cpuinfo))
 
 
 def offered(instructions: str, cpuinfo: Path = Path("/proc/cpuinfo")) -> bool:
-    """Whether every core of this machine has one of INSTRUCTION_SETS."""
+    """Whether every core of this machine supports this instruction set."""
     return INSTRUCTION_SETS[instructions][0] <= _cpu_flags(cpuinfo)
 
 
 def missing_features(instructions: str, cpuinfo: Path = Path("/proc/cpuinfo")) -> list[str]:
-    """Names of /proc/cpuinfo that not every core has, of those that one of INSTRUCTION_SETS needs."""
+    """The features of an instruction set, as names of /proc/cpuinfo, that not every core has."""
     return sorted(INSTRUCTION_SETS[instructions][0] - _cpu_flags(cpuinfo))
 
 
 def build(instructions: str, name: str = KERNELS) -> Path:
-    """A library for one of INSTRUCTION_SETS, compiled in some seconds unless it is in the cache, or NativeError."""
+    """The library for an instruction set. Compiles it, in several seconds, if it is not cached. Raises NativeError."""
     compiler, library = _library(instructions, name)
     if library.exists():
         return library
@@ -77,12 +77,12 @@ def build(instructions: str, name: str = KERNELS) -> Path:
 
 
 def is_built(instructions: str) -> bool:
-    """Whether ``build`` has nothing to compile; NativeError without a compiler."""
+    """Whether ``build`` has nothing to compile. Raises NativeError without a compiler."""
     return _library(instructions)[1].exists()
 
 
 def _library(instructions: str, name: str = KERNELS) -> tuple[str, Path]:
-    """The compiler, and what it makes."""
+    """The compiler, and the path of its output."""
     compiler = find_compiler()
     cache = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "raylm"
     stem = "raylm" if name == KERNELS else f"raylm-{name}"
@@ -90,10 +90,10 @@ def _library(instructions: str, name: str = KERNELS) -> tuple[str, Path]:
 
 
 def build_beside() -> None:
-    """Begin to compile for this machine's CPU on a thread, unless there is a GPU; ``build`` elsewhere waits for it."""
+    """Start to compile for this machine's CPU on a thread, unless there is a GPU. ``build`` elsewhere waits for it."""
 
     def work() -> None:
-        with suppress(NativeError):  # who needs the kernels will say why there are none
+        with suppress(NativeError):  # code that needs the kernels will report the error
             build(instruction_set())
 
     if not _DRIVER.exists():
@@ -102,7 +102,7 @@ def build_beside() -> None:
 
 @contextmanager
 def _locked(cache: Path) -> Iterator[IO[str]]:
-    """Hold the cache's lock, which the kernel releases when its last holder has ended."""
+    """Hold the cache's lock. The kernel releases it when its last holder has ended."""
     try:
         cache.mkdir(parents=True, exist_ok=True)
         file = (cache / "lock").open("w")
@@ -118,7 +118,7 @@ def _locked(cache: Path) -> Iterator[IO[str]]:
 
 
 def _compile(compiler: str, instructions: str, target: Path, lock: IO[str], name: str = KERNELS) -> None:
-    """The compiler holds ``lock`` too: where this process is killed, it may still be writing ``target``."""
+    """The compiler holds ``lock`` too: if this process is killed, the compiler may still be writing ``target``."""
     command = [compiler, *_FLAGS, *INSTRUCTION_SETS[instructions][1], str(SOURCES / f"{name}.cpp"), "-o", str(target)]
     result = subprocess.run(command, capture_output=True, text=True, check=False, pass_fds=[lock.fileno()])
     if result.returncode:

@@ -1,4 +1,4 @@
-"""Attention and whole decoders by the native kernels: torch tensors in, torch tensors out."""
+"""Attention and whole decoders by the native kernels, for torch tensors."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ from raylm.native.team_size import TeamSize
 def batch_struct(
     positions: Tensor, slots: Tensor, block_tables: Tensor, seq_lens: Tensor, starts: Tensor, block_size: int
 ) -> lib.Batch:
-    """One step's sequences, those with one token first, in contiguous tensors on the CPU, which it keeps alive.
+    """One step's sequences, with decodes first, in contiguous CPU tensors. The struct keeps the tensors alive.
 
     ``positions`` and ``slots`` (tokens,) are int64; ``block_tables`` (seqs, width), ``seq_lens`` (seqs,) and ``starts``
     (seqs + 1,) int32.
@@ -36,7 +36,7 @@ def paged_attention(
 ) -> Tensor:
     """Write ``k`` and ``v`` (tokens, kv_heads, head_dim) to ``pool``, as in src/attention.h, then attend.
 
-    ``q`` (tokens, heads, head_dim) -> as ``q``; of all three the last two dimensions are contiguous.
+    ``q`` (tokens, heads, head_dim) -> as ``q``. The last two dimensions of all three must be contiguous.
     """
     out = torch.empty(q.shape, dtype=q.dtype)
     with native.lock:
@@ -49,14 +49,14 @@ def paged_attention(
 
 
 class NativeDecoder:
-    """A decoder of the Llama families whose whole step is one call; the layers' ``pools`` are as in src/attention.h."""
+    """A decoder of the Llama families that runs a step in one call. The layers' ``pools`` are as in src/attention.h."""
 
     def __init__(self, model: lib.Model, pools: Sequence[Tensor], dtype: torch.dtype, vocab_size: int) -> None:
         native = self._native = kernels()
         self._kind, self._dtype = KINDS[dtype], dtype
         self._pools = (ctypes.c_void_p * len(pools))(*(pool.data_ptr() for pool in pools))
         self._num_blocks = pools[0].shape[1]
-        self._kept = (model, pools)  # the kernels read all of it
+        self._kept = (model, pools)  # the kernels read this memory
         self._hidden_size, self._vocab_size, self._columns = model.hidden, vocab_size, model.head.columns
         self._team, self._size = native.team, TeamSize(native.team.threads)
         self._handle = native.library.raylm_decoder_new(native.team.handle, self._kind, byref(model))
@@ -68,9 +68,9 @@ class NativeDecoder:
         adapters: Sequence[AdapterRun] = (),
         when_computing: Callable[[], None] | None = None,
     ) -> Tensor:
-        """``input_ids`` (tokens,) int64 -> hidden states (tokens, hidden_size); runs of ``adapters`` do not overlap.
+        """``input_ids`` (tokens,) int64 -> hidden states (tokens, hidden_size). Runs of ``adapters`` must not overlap.
 
-        ``when_computing`` is called just before other threads have the interpreter.
+        ``when_computing`` is called just before the interpreter lock is released.
         """
         runs = (lib.AdapterRun * len(adapters))(*map(_run_struct, adapters))
         hidden = torch.empty((len(input_ids), self._hidden_size), dtype=self._dtype)
@@ -98,7 +98,7 @@ class NativeDecoder:
         return out[:, : self._vocab_size]
 
     def seconds(self) -> dict[str, float]:
-        """Where the time of all steps went, by part."""
+        """The seconds of all steps so far, by part."""
         found = self._native.library.raylm_decoder_seconds(self._kind, self._handle)
         return {"linear": found[0], "attention": found[1], "elementwise": found[2]}
 

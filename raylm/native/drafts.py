@@ -1,4 +1,4 @@
-"""The C interface of drafts.cpp: its functions, and the fields of the structs that it has by these names."""
+"""The C interface of drafts.cpp: its functions, and its structs, whose fields have the same names in C++."""
 
 from __future__ import annotations
 
@@ -43,9 +43,9 @@ _FUNCTIONS: Functions = {
 
 @cache
 def drafts_library() -> ctypes.CDLL:
-    """Loaded once a process and compiled if need be, or NativeError.
+    """The library of drafts.cpp, compiled if needed and loaded once. Raises NativeError.
 
-    It is apart from the kernels, which a GPU's worker does without, and needs no instructions of certain CPUs. Its
-    functions take microseconds and keep the GIL: to get it back from another thread would take longer.
+    It is separate from the kernels, which workers with a GPU do not need, and uses no special CPU instructions. Its
+    functions take microseconds and keep the GIL, because getting it back from another thread would take longer.
     """
     return open_library(build("plain", DRAFTS), _FUNCTIONS, ctypes.PyDLL)

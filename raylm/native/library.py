@@ -1,4 +1,4 @@
-"""The C interface of the native kernels: its functions, and the fields of the structs that src/ has by these names."""
+"""The C interface of the native kernels: functions, and structs, whose fields have the same names in src/."""
 
 from __future__ import annotations
 
@@ -68,7 +68,7 @@ class AdapterRun(Structure):
     _fields_ = (("sites", POINTER(LowRank)), *_fields(c_int32, "start", "count"))
 
 
-Functions = dict[str, tuple[Any, list[Any]]]  # what each returns, and takes
+Functions = dict[str, tuple[Any, list[Any]]]  # (result, arguments) by name
 
 _KERNELS: Functions = {
     "raylm_team_new": (c_void_p, [c_int]),
@@ -94,7 +94,7 @@ _KERNELS: Functions = {
 
 
 def open_library(path: Path, functions: Functions = _KERNELS, kind: type[ctypes.CDLL] = ctypes.CDLL) -> ctypes.CDLL:
-    """The compiled kernels, or what else has these ``functions``; NativeError where the file is no such library."""
+    """Load a library with these ``functions``. Raises NativeError if the file is not such a library."""
     try:
         library = kind(str(path))
         for name, (result, arguments) in functions.items():

@@ -1,4 +1,4 @@
-"""Native linear layers, and their weights: plain or quantized, and packed as the kernels read them."""
+"""Native linear layers, and their weights: plain or quantized, and packed for the kernels."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ KINDS = {torch.float32: lib.FLOAT32, torch.bfloat16: lib.BFLOAT16}
 class Int8Weight:
     """``weight[o, i] = values[o, i] * scales[o]``: values (out, in) int8, scales (out,) float32.
 
-    The kernels round the inputs too, to 8 bits, symmetric, with one scale a row.
+    The kernels also round the inputs to 8 bits, symmetric, with one scale for each row.
     """
 
     values: Tensor
@@ -32,11 +32,11 @@ class Int8Weight:
 
 @dataclass(frozen=True, slots=True)
 class Int4Weight:
-    """``weight[o, i] = (values[o, i] - zeros[o, g]) * scales[o, g]``, where g is the group of inputs that i lies in.
+    """``weight[o, i] = (values[o, i] - zeros[o, g]) * scales[o, g]``, where g is the group of input i.
 
-    values (out, in) uint8 from 0 to 15; scales (out, groups) float32, zeros (out, groups) or None where all are 8.
-    Groups are consecutive inputs, all equally many, a multiple of 8. The kernels round the inputs too, to 8 bits,
-    symmetric, with one scale for each group of a row, or for each 128 or fewer inputs of a larger one.
+    values (out, in) uint8 from 0 to 15; scales (out, groups) float32, zeros (out, groups) or None if all are 8. Groups
+    are consecutive inputs of equal number, a multiple of 8. The kernels also round the inputs to 8 bits, symmetric,
+    with one scale for each group of a row, or for at most 128 inputs of a larger group.
     """
 
     values: Tensor
@@ -45,7 +45,7 @@ class Int4Weight:
 
     @property
     def nbytes(self) -> int:
-        """What a step reads: two values a byte."""
+        """The bytes that a step reads: one for each two values."""
         return self.values.numel() // 2 + self.scales.nbytes * (1 if self.zeros is None else 2)
 
 
@@ -53,9 +53,9 @@ Weight = Tensor | Int8Weight | Int4Weight
 
 
 def round_int4(native: Kernels, weight: Tensor, group: int) -> Int4Weight:
-    """(out, in) float32 or bfloat16 to the nearest of 16 steps between the bounds of each ``group`` of inputs.
+    """Round (out, in) float32 or bfloat16 to the nearest of 16 steps between the bounds of each ``group`` of inputs.
 
-    The bounds are the group's least and largest weight, drawn in by the share that makes the squared error least.
+    The bounds are the group's smallest and largest weight, reduced by the share that minimizes the squared error.
     """
     rows, inputs = weight.shape
     if group % lib.LANES or inputs % group:
@@ -70,9 +70,12 @@ def round_int4(native: Kernels, weight: Tensor, group: int) -> Int4Weight:
 
 
 class NativeLinear:
-    """``x`` (rows, in) float32 or bfloat16 -> (rows, out) of the same type; the weight as it came is not kept.
+    """``x`` (rows, in) float32 or bfloat16 -> (rows, out) of the same dtype. Does not keep the unpacked weight.
 
-    ``dtype`` is None where it is quantized. ValueError where the inputs, or a group of them, do not fill 32-bit units.
+    ``dtype`` is None if the weight is quantized.
+
+    Raises:
+        ValueError: the inputs, or a group of them, do not fill 32-bit units.
     """
 
     def __init__(self, native: Kernels, weight: Weight, bias: Tensor | None) -> None:
@@ -88,7 +91,7 @@ class NativeLinear:
         self.struct.bias = self._keep(_padded(bias, self.struct.columns)) if bias is not None else None
 
     def rows(self, ids: Tensor) -> Tensor:
-        """Rows ``ids`` (n,) of a plain weight -> (n, in): the embedding of a model that ties it to its head."""
+        """Rows ``ids`` (n,) of a plain weight -> (n, in): the embedding of a model whose head is tied to it."""
         assert self.dtype is not None, "a quantized weight is no embedding"
         return self._words[ids // lib.LANES, :, ids % lib.LANES].view(self.dtype)
 
@@ -102,7 +105,7 @@ class NativeLinear:
         return out[:, : self._out_features]
 
     def _pack(self, weight: Tensor, kind: int, per_unit: int) -> None:
-        """``weight`` (out, in) in 32-bit units of ``per_unit`` neighbours each."""
+        """Pack ``weight`` (out, in) in 32-bit units of ``per_unit`` neighbours."""
         self._out_features, units = weight.shape[0], weight[:1].nbytes // 4
         if weight[:1].nbytes % 4:
             raise ValueError(f"{weight.shape[1]} inputs are no multiple of {per_unit}")
@@ -127,7 +130,7 @@ class NativeLinear:
         if inputs % (8 * groups):
             raise ValueError(f"{inputs} inputs are no {groups} groups of a multiple of 8")
         self._pack(_nibbles(weight.values), lib.INT4, per_unit=8)
-        parts = 1  # the inputs are rounded by the same groups: many would share one scale
+        parts = 1  # inputs are rounded in the same groups; in a large group many inputs would share one scale
         while (part := inputs // groups // parts) > _MOST_GROUP and part % 16 == 0:
             parts *= 2
         self.struct.group = part
@@ -136,7 +139,7 @@ class NativeLinear:
             self.struct.zeros = self._keep(self._by_stream(weight.zeros.repeat_interleave(parts, 1), torch.int32))
 
     def _by_stream(self, values: Tensor, dtype: torch.dtype = torch.float32) -> Tensor:
-        """(out, groups) -> (out / 16, groups, 16): beside the stream that they belong to."""
+        """(out, groups) -> (out / 16, groups, 16): in the order of the weight's streams."""
         padded = _padded(values, self.struct.columns, dtype).view(-1, lib.LANES, values.shape[1]).transpose(1, 2)
         return self._native.arena.empty(tuple(padded.shape), dtype).copy_(padded)
 
@@ -146,7 +149,7 @@ class NativeLinear:
 
 
 def _nibbles(values: Tensor) -> Tensor:
-    """(out, in) from 0 to 15 -> (out, in / 2) bytes: of the 8 of a unit the last four in the upper halves."""
+    """(out, in) from 0 to 15 -> (out, in / 2) bytes. The last four of each unit of 8 are in the upper halves."""
     units = values.reshape(len(values), -1, 2, 4)
     return (units[..., 0, :] | (units[..., 1, :] << 4)).flatten(1)
 

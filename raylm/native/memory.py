@@ -1,4 +1,4 @@
-"""Memory in huge pages: reading all weights in every step through 4 KiB pages costs up to 40 % of the bandwidth."""
+"""Memory in huge pages. Reading all weights in every step through 4 KiB pages costs up to 40 % of the bandwidth."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ _MADV_POPULATE_WRITE = 23  # Linux 5.14
 
 
 class Arena:
-    """Hands out zeroed tensors from large slabs, which live as long as a tensor of theirs does."""
+    """Allocates zeroed tensors in large slabs. A slab is freed with its last tensor."""
 
     def __init__(self) -> None:
         self._slab = torch.empty(0, dtype=torch.uint8)
@@ -36,15 +36,15 @@ class Arena:
 
 
 def huge_empty(shape: tuple[int, ...], dtype: torch.dtype) -> Tensor:
-    """A tensor with a mapping of its own, which the system fills when it is first written; zeros until then."""
+    """A zeroed tensor with its own mapping. The system provides its memory on the first write."""
     size = prod(shape) * dtype.itemsize
     return _map(max(size, 1))[:size].view(dtype).view(shape)
 
 
 def populate(tensor: Tensor) -> bool:
-    """Have the system give a contiguous piece of such memory now; what it holds stays. False where it cannot.
+    """Let the system provide the memory of a contiguous tensor now. Keeps its contents. Returns False if it fails.
 
-    Whoever maps memory meanwhile waits for it: 2 MiB take up to 3 ms.
+    Other calls that map memory wait meanwhile: 2 MiB take up to 3 ms.
     """
     start = tensor.data_ptr() // mmap.PAGESIZE * mmap.PAGESIZE
     return _madvise()(start, tensor.data_ptr() + tensor.nbytes - start, _MADV_POPULATE_WRITE) == 0
@@ -58,7 +58,7 @@ def _madvise() -> Callable[[int, int, int], int]:
 
 
 def _map(size: int) -> Tensor:
-    """At least ``size`` bytes from a 2 MiB boundary on."""
+    """At least ``size`` bytes, aligned to 2 MiB."""
     mapping = mmap.mmap(-1, -(-size // _HUGE) * _HUGE + _HUGE, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
     if hasattr(mmap, "MADV_HUGEPAGE"):
         mapping.madvise(mmap.MADV_HUGEPAGE)

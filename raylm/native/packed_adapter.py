@@ -1,4 +1,4 @@
-"""A LoRA adapter packed for the native decoder: per linear layer one product down, and one up for each of its parts."""
+"""A LoRA adapter packed for the native decoder: for each linear layer one product down, and one up for each part."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ Parts = Sequence[tuple[int, Tensor, Tensor]]
 
 @dataclass(frozen=True, slots=True)
 class AdapterRun:
-    """Consecutive tokens of a step, ``start`` .. ``start + count``, that one packed adapter changes."""
+    """Consecutive tokens of a step, ``start`` .. ``start + count``, with one packed adapter."""
 
     adapter: object
     start: int
@@ -26,12 +26,14 @@ class AdapterRun:
 
 
 class PackedAdapter:
-    """``layers`` holds, for qkv, output, gate and up, and down of each decoder layer in turn, (first column, down, up)
-    of their parts: down (rank, in) and up (columns, rank), both of the decoder's type.
+    """An adapter in the form of the native decoder.
+
+    ``layers`` has, for qkv, output, gate and up, and down of each decoder layer in turn, (first column, down, up) of
+    their parts: down (rank, in) and up (columns, rank), both of the decoder's dtype.
     """
 
     def __init__(self, layers: Sequence[Parts]) -> None:
-        self._arena = Arena()  # of its own: it goes when the adapter does
+        self._arena = Arena()  # its own arena, which is freed with the adapter
         self._kept: list[Tensor] = []
         self.sites = (lib.LowRank * len(layers))(*map(self._site, layers))
 
@@ -48,7 +50,7 @@ class PackedAdapter:
         return site
 
     def _pack(self, weight: Tensor) -> lib.Linear:
-        """As raylm_pack does it, but without the team, which may be in the middle of a step."""
+        """As raylm_pack, but without the team of threads, which may be running a step."""
         rows, depth = _whole_lanes(weight), weight.shape[1]
         words = rows.contiguous().view(torch.int32)
         streams = words.view(-1, lib.LANES, words.shape[1]).transpose(1, 2)
@@ -58,5 +60,5 @@ class PackedAdapter:
 
 
 def _whole_lanes(weight: Tensor) -> Tensor:
-    """Rows filled up with zeros to a multiple of 16."""
+    """Pad rows with zeros to a multiple of 16."""
     return F.pad(weight, (0, 0, 0, -len(weight) % lib.LANES))

@@ -1,4 +1,4 @@
-"""The most likely tokens, by the native kernels."""
+"""most_likely: the most likely tokens, computed by the native kernels."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from raylm.native.runtime import kernels
 def most_likely(logits: Tensor) -> tuple[NDArray[np.float32], NDArray[np.int64]]:
     """The largest logit of each row of (rows, vocabulary) float32 on the CPU, and the smallest id that has it.
 
-    NaN in a row makes its largest one NaN, and the id means nothing.
+    If a row has NaN, its largest logit is NaN, and its id has no meaning.
     """
     assert (logits.dtype, logits.stride(1)) == (torch.float32, 1)
     rows, columns = logits.shape

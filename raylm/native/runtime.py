@@ -13,14 +13,14 @@ from raylm.native.memory import Arena
 
 
 class Team:
-    """Threads that compute together and sleep in between; they end with this object."""
+    """Threads that compute together and sleep in between. They end with this object."""
 
     def __init__(self, library: ctypes.CDLL, threads: int) -> None:
         self.threads, self._library = threads, library
         self.handle = library.raylm_team_new(threads)
 
     def use(self, threads: int) -> None:
-        """Let ``threads`` of them take part from now on."""
+        """Use only ``threads`` of the team's threads from now on."""
         self._library.raylm_team_use(self.handle, threads)
 
     def __del__(self) -> None:
@@ -28,17 +28,17 @@ class Team:
 
 
 class Kernels:
-    """The loaded library and its threads; calls come from one thread at a time."""
+    """The loaded library and its threads. Calls must come from one thread at a time."""
 
     def __init__(self, instructions: str) -> None:
         path = build(instructions)
-        self.name = path.stem  # of one source, compiler and instruction set
+        self.name = path.stem  # includes the source, compiler and instruction set
         self.library = open_library(path)
         self.arena, self.lock = Arena(), threading.Lock()
         self.team = Team(self.library, 1)
 
     def use_threads(self, threads: int) -> None:
-        """Compute with ``threads`` from now on; decoders made before keep theirs."""
+        """Use ``threads`` threads from now on. Existing decoders keep their threads."""
         with self.lock:
             if threads != self.team.threads:
                 self.team = Team(self.library, threads)
@@ -46,11 +46,11 @@ class Kernels:
 
 @cache
 def kernels(instructions: str | None = None) -> Kernels:
-    """The kernels for this machine, loaded once a process and compiled if need be, or NativeError."""
+    """The kernels for this machine, compiled if needed and loaded once. Raises NativeError."""
     return Kernels(instructions or instruction_set())
 
 
 def use_threads(threads: int) -> None:
-    """Set the threads of the native kernels of this process, where there are any."""
+    """Set the threads of the native kernels of this process, if they are available."""
     with suppress(NativeError):  # select_kernels has logged it
         kernels().use_threads(threads)

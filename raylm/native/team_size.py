@@ -1,7 +1,8 @@
-"""TeamSize: how many threads of a team a step is worth, found out from the times of the steps themselves.
+"""TeamSize: chooses the number of threads for a step from measured times of steps.
 
-The threads wait for the slowest after each phase of a layer, so a core that others use now and then slows all of them;
-a step is often faster without it, a long prompt with it. That changes with the machine's other work.
+Threads wait for the slowest after each phase of a layer, so a core that other processes sometimes use slows all of
+them. A step is often faster without this core, but a long prompt faster with it. This changes with the other work of
+the machine.
 """
 
 from __future__ import annotations
@@ -19,46 +20,49 @@ _FLAT_TOKENS = 16
 
 @dataclass(slots=True)
 class _Trial:
-    """A size that takes turns with the present one, which begins; the first step of a turn, when threads wake, is not
-    counted.
+    """A trial: the current size and another size take turns. The current size begins.
+
+    The first step of each turn is not counted, because threads wake up then.
     """
 
     size: int
-    logs: list[float] = field(default_factory=list)  # of seconds a unit of work, step by step
+    logs: list[float] = field(default_factory=list)  # logarithms of seconds for a unit of work, of each step
 
     @property
     def tried(self) -> bool:
-        """Whether the next step has the size on trial."""
+        """Whether the next step uses the size on trial."""
         return len(self.logs) // _STEPS_A_TURN % 2 == 1
 
     @property
     def hopeless(self) -> bool:
-        """The last step, with the size on trial, took far longer than any with the present one."""
+        """Whether the last step, with the size on trial, took far longer than any step with the current size."""
         return len(self.logs) > _STEPS_A_TURN and self.logs[-1] > max(self.logs[:_STEPS_A_TURN]) + log(_HOPELESS)
 
     @property
     def ratio(self) -> float:
-        """Times of the size on trial over those of the present one, by their geometric means."""
+        """The ratio of the times of the size on trial to those of the current size, by geometric means."""
         counted = [(at // _STEPS_A_TURN % 2, value) for at, value in enumerate(self.logs) if at % _STEPS_A_TURN]
         return exp(sum(value if trial else -value for trial, value in counted) * 2 / len(counted))
 
 
 @dataclass(slots=True)
 class _Kind:
-    """Steps of about the same number of tokens."""
+    """Steps with a similar number of tokens."""
 
     size: int
     steps: int = 0  # since the last trial
-    pause: int = _SOON  # steps from one trial to the next
-    down: bool = True  # where the next trial goes
-    usual: float = 0.0  # seconds a unit of work, a moving average
-    expected: float = 0.0  # what it was after the last trial
+    pause: int = _SOON  # steps between trials
+    down: bool = True  # whether the next trial uses fewer threads
+    usual: float = 0.0  # seconds for a unit of work, a moving average
+    expected: float = 0.0  # its value after the last trial
     trial: _Trial | None = None
 
 
 class TeamSize:
-    """A hill climb for each kind of step: now and then a thread less or more takes turns with what was best, ever more
-    rarely while that loses, at once when steps have become slower. ``choose`` and ``observe`` alternate.
+    """A hill climb for each kind of step. ``choose`` and ``observe`` alternate.
+
+    From time to time a size with one thread less or more is tried against the best size. Trials become rarer while they
+    lose. A trial starts at once when steps become slower.
     """
 
     def __init__(self, threads: int) -> None:

@@ -1,1 +1,1 @@
-"""What a decoder computes between its products, on NVIDIA GPUs: one launch where torch has several."""
+"""Fused elementwise operations of a decoder on NVIDIA GPUs."""

@@ -1,4 +1,4 @@
-"""The launches of kernels.py, in place of torch's operations."""
+"""Launches the kernels of kernels.py in place of torch's operations."""
 
 from __future__ import annotations
 
@@ -14,10 +14,10 @@ _HEADS = 8  # heads of one program of rotate_and_write
 
 
 class TritonElementwise(Elementwise):
-    """One launch each, with sums and products in float32; ``rotate`` alone, for other attention, stays torch's."""
+    """One launch for each operation, with sums and products in float32. ``rotate`` uses torch."""
 
     def add_rms_norm(self, x: Tensor, delta: Tensor | None, weight: Tensor, eps: float) -> tuple[Tensor, Tensor]:
-        """``x`` is overwritten by the sum."""
+        """Overwrites ``x`` with the sum."""
         tokens, size = x.shape
         out = torch.empty_like(x)
         width = triton.next_power_of_2(size)

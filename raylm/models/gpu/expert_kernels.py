@@ -1,4 +1,4 @@
-"""Triton kernels of experts: products whose weights depend on the row, and the sum of what a token's experts give."""
+"""Triton kernels for experts: products with a different weight for each row, and the sum of a token's experts."""
 # ruff: noqa: N803
 
 from __future__ import annotations
@@ -11,9 +11,9 @@ import triton.language as tl
 def find_tile(
     ends: tl.tensor, groups: tl.tensor, tile: tl.tensor, GROUPS: tl.constexpr, ROWS: tl.constexpr
 ) -> tuple[tl.tensor, tl.tensor, tl.tensor]:
-    """The group that ``tile`` belongs to, where groups are cut into tiles of ROWS, and its first and last place.
+    """Find the group of ``tile``, if groups are cut into tiles of ROWS. Returns (group, first place, end of the group).
 
-    Group g has the places from ``ends[g - 1]`` to ``ends[g]``. Behind the last tile the group is ``groups``.
+    Group g has the places from ``ends[g - 1]`` to ``ends[g]``. After the last tile the group is ``groups``.
     """
     group = tl.arange(0, GROUPS)
     end = tl.load(ends + group, mask=group < groups, other=0)
@@ -45,7 +45,7 @@ def product_by_expert(
 ) -> None:
     """``out[p]`` (outputs,) = ``weight[e]`` (outputs, inputs) times ``x[p // FAN]`` for the pairs p of each expert e.
 
-    ``order`` has the pairs sorted by their experts, ``ends`` (experts,) where those of each expert end.
+    ``order`` has the pairs sorted by expert, ``ends`` (experts,) the end of each expert's pairs.
     """
     expert, first, last = find_tile(ends, experts, tl.program_id(0), EXPERTS, ROWS)
     if expert < experts:
@@ -74,7 +74,7 @@ def add_weighted(
     FAN: tl.constexpr,
     WIDTH: tl.constexpr,
 ) -> None:
-    """``out`` (tokens, size) = the sum of FAN neighbouring rows of ``products``, each times its ``weights``."""
+    """``out`` (tokens, size) = the sum of FAN neighbouring rows of ``products``, each multiplied by its ``weights``."""
     token = tl.program_id(0).to(tl.int64)
     at = tl.program_id(1) * WIDTH + tl.arange(0, WIDTH)
     there = at < size

@@ -1,4 +1,4 @@
-"""Experts on a GPU: tokens are sorted by expert on the device, and all experts are one launch a product."""
+"""Experts on a GPU: sorts tokens by expert on the device, and multiplies all experts in one launch for each product."""
 
 from __future__ import annotations
 
@@ -11,13 +11,13 @@ from torch import Tensor
 from raylm.models.experts import Gate
 from raylm.models.gpu import expert_kernels
 
-_FEW = 32  # pairs an expert has on average, up to which tiles are small
+_FEW = 32  # average pairs for each expert, up to which tiles are small
 _INNER = 1024  # columns of one program of add_weighted
 
 
 @dataclass(frozen=True, slots=True)
 class Tile:
-    """What one program computes: ROWS x COLUMNS, from DEPTH inputs at a time."""
+    """The work of one program: ROWS x COLUMNS, from DEPTH inputs at a time."""
 
     rows: int
     columns: int
@@ -27,7 +27,7 @@ class Tile:
 
 
 def tile_of(pairs: int, experts: int, dtype: torch.dtype) -> Tile:
-    """Small where experts have few rows, and reading their weights is what counts."""
+    """The tile for so many pairs. Small if experts have few rows, because reading their weights dominates."""
     narrow = 4 // dtype.itemsize
     if pairs <= _FEW * experts:
         return Tile(16, 64, 64 * narrow, 4, 3)
@@ -35,15 +35,15 @@ def tile_of(pairs: int, experts: int, dtype: torch.dtype) -> Tile:
 
 
 def most_tiles(pairs: int, groups: int, rows: int) -> int:
-    """How many tiles of ``rows`` there can be, whichever groups the pairs belong to."""
+    """The maximum number of tiles of ``rows``, for any distribution of pairs to groups."""
     full = max(0, pairs - groups) // rows
     return min(pairs, full + groups)
 
 
 class TritonExperts:
-    """Plain experts in one piece of memory; see ``raylm.models.experts.GroupedExperts``.
+    """Experts with plain weights in one tensor; see ``raylm.models.experts.GroupedExperts``.
 
-    Sums are in float32, and no row's depends on which others its expert has.
+    Sums are in float32. The result of a row does not depend on other rows of its expert.
     """
 
     def __init__(self, gate_up: Tensor, down: Tensor, gate: Gate) -> None:

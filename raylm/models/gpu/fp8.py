@@ -1,4 +1,4 @@
-"""8-bit floats on a GPU: rounding in one launch, and products whose weights have scales by blocks."""
+"""fp8 on a GPU: rounding in one launch, and products of weights with scales for blocks."""
 
 from __future__ import annotations
 
@@ -9,12 +9,12 @@ from torch import Tensor
 from raylm.models.gpu import fp8_kernels, kernels
 
 _FP8 = torch.float8_e4m3fn
-_RUN = 128  # inputs that are rounded together where weights have scales by blocks
+_RUN = 128  # inputs that are rounded with one scale
 _FEW = 64  # rows up to which tiles are small
 
 
 def round_rows(x: Tensor) -> tuple[Tensor, Tensor]:
-    """``x`` (tokens, in) in fp8, and what that is to be multiplied by, (tokens, 1) float32."""
+    """``x`` (tokens, in) in fp8, and its scales (tokens, 1) float32."""
     tokens, size = x.shape
     rounded, scales = torch.empty_like(x, dtype=_FP8), x.new_empty(tokens, 1, dtype=torch.float32)
     width = triton.next_power_of_2(size)
@@ -26,12 +26,10 @@ def round_rows(x: Tensor) -> tuple[Tensor, Tensor]:
 
 
 class Fp8BlocksLinear:
-    """``x`` (tokens, in) -> (tokens, out), in the type of ``x``.
+    """``x`` (tokens, in) -> (tokens, out), in the dtype of ``x``.
 
-    Runs of 128 inputs of a token are rounded by a scale of their own, so that no row depends on others. Sums of a run
-    are the tensor cores', those of runs float32.
-
-    ``scales`` (out / granule, in / 128).
+    Runs of 128 inputs of a token are rounded with their own scale, so that no row depends on other rows. Tensor cores
+    sum within a run; the sum over runs is float32. ``scales`` is (out / granule, in / 128).
     """
 
     def __init__(self, weight: Tensor, scales: Tensor, granule: int, bias: Tensor | None) -> None:

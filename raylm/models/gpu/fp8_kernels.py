@@ -1,4 +1,4 @@
-"""A Triton kernel that multiplies 8-bit floats whose scales are those of runs of inputs."""
+"""A Triton kernel for products of fp8 numbers with scales for runs of inputs."""
 # ruff: noqa: N803
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ def fp8_product(
 ) -> None:
     """``out`` (tokens, outputs) = ``x`` (tokens, inputs) times ``weight`` (outputs, inputs), both fp8, plus ``bias``.
 
-    ``row_scales`` (tokens, inputs / RUN) and ``scales`` (outputs / granule, inputs / RUN) float32 undo the rounding;
+    ``row_scales`` (tokens, inputs / RUN) and ``scales`` (outputs / granule, inputs / RUN) float32 reverse the rounding.
     ``inputs`` is a multiple of RUN.
     """
     row = tl.program_id(0) * ROWS + tl.arange(0, ROWS)

@@ -1,4 +1,4 @@
-"""Linear layers of 4-bit weights on a GPU, as GPTQ, AWQ and compressed-tensors have them."""
+"""Linear layers with 4-bit weights on a GPU, for GPTQ, AWQ and compressed-tensors."""
 
 from __future__ import annotations
 
@@ -10,12 +10,12 @@ from raylm.errors import ConfigError
 from raylm.models.gpu import int4_kernels
 from raylm.native import Int4Weight
 
-_BLOCKS = (128, 64, 32)  # inputs that are packed together: the most that divide a group
+_BLOCKS = (128, 64, 32)  # inputs that are packed together: the largest size that divides a group
 _FEW = 64  # rows up to which tiles are small
 
 
 class Int4Linear:
-    """``x`` (tokens, in) -> (tokens, out), in the type of ``x``, sums in float32."""
+    """``x`` (tokens, in) -> (tokens, out), in the dtype of ``x``, with sums in float32."""
 
     def __init__(self, weight: Int4Weight, bias: Tensor | None) -> None:
         self._outputs, self._inputs = weight.values.shape

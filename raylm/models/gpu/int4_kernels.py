@@ -1,4 +1,4 @@
-"""A Triton kernel that multiplies by 4-bit weights, which become floats in registers."""
+"""A Triton kernel for products with 4-bit weights, which it converts to floats in registers."""
 # ruff: noqa: N803
 
 from __future__ import annotations
@@ -26,9 +26,8 @@ def int4_product(
 ) -> None:
     """``out`` (tokens, outputs) = ``x`` (tokens, inputs) times (integer - zero) * scale, plus ``bias``.
 
-    ``packed`` (outputs, inputs / 2) has in each HALF bytes the integers of 2 * HALF inputs, the first half of them at
-    the low end. ``scales`` float32 and ``zeros`` uint8 are (inputs / group, outputs); ``group`` is a multiple of
-    2 * HALF.
+    ``packed`` (outputs, inputs / 2): each HALF bytes have the integers of 2 * HALF inputs, the first half in the low
+    bits. ``scales`` float32 and ``zeros`` uint8 are (inputs / group, outputs). ``group`` is a multiple of 2 * HALF.
     """
     row = tl.program_id(0) * ROWS + tl.arange(0, ROWS)
     column = tl.program_id(1) * COLUMNS + tl.arange(0, COLUMNS)

@@ -1,6 +1,6 @@
-"""Triton kernels, each a program or several for each token; all tensors are contiguous.
+"""Triton kernels with one or several programs for each token. All tensors are contiguous.
 
-What is compiled into a kernel is written in capitals, as in Triton's own.
+Compile-time constants are in capitals, as in Triton's own kernels.
 """
 # ruff: noqa: N803
 
@@ -21,13 +21,13 @@ def add_rms_norm(
     HAS_DELTA: tl.constexpr,
     WIDTH: tl.constexpr,
 ) -> None:
-    """``x`` (tokens, size) += ``delta``; ``out`` is its root-mean-square norm times ``weight``."""
+    """``x`` (tokens, size) += ``delta``. ``out`` is its root-mean-square norm times ``weight``."""
     at = tl.arange(0, WIDTH)
     there = at < size
     places = tl.program_id(0).to(tl.int64) * size + at
     value = tl.load(x + places, mask=there, other=0.0)
     if HAS_DELTA:
-        # Rounded as torch does, so that what is normed is what later layers add to.
+        # Rounded like torch, so that the norm's input equals the value that later layers add to.
         value = (value.to(tl.float32) + tl.load(delta + places, mask=there, other=0.0).to(tl.float32)).to(value.dtype)
         tl.store(x + places, value, mask=there)
     wide = value.to(tl.float32)
@@ -38,7 +38,7 @@ def add_rms_norm(
 
 @triton.jit
 def silu_and_mul(gate_up: tl.tensor, out: tl.tensor, size: tl.tensor, WIDTH: tl.constexpr) -> None:
-    """``gate_up`` (tokens, 2 * size) -> silu of the first half times the second."""
+    """``gate_up`` (tokens, 2 * size) -> silu of the first half times the second half."""
     token = tl.program_id(0).to(tl.int64)
     at = tl.program_id(1) * WIDTH + tl.arange(0, WIDTH)
     there = at < size
@@ -53,7 +53,7 @@ def silu_and_mul(gate_up: tl.tensor, out: tl.tensor, size: tl.tensor, WIDTH: tl.
 def round_row(
     x: tl.tensor, rounded: tl.tensor, scales: tl.tensor, size: tl.tensor, largest: tl.tensor, WIDTH: tl.constexpr
 ) -> None:
-    """``rounded`` = ``x`` (tokens, size) scaled so that a row's largest value is ``largest``; ``scales`` undo it.
+    """``rounded`` = ``x`` (tokens, size) scaled so that a row's largest value is ``largest``. ``scales`` reverse it.
 
     NaN stays NaN.
     """
@@ -68,7 +68,7 @@ def round_row(
 
 @triton.jit
 def _as_stored(x: tl.tensor, factor: tl.tensor, pool: tl.tensor) -> tl.tensor:
-    """``x`` as ``pool`` holds it; fp8 has no infinity, so that what is too large becomes its largest value, 448."""
+    """Convert ``x`` to the dtype of ``pool``. fp8 has no infinity, so values above 448, its largest, become 448."""
     if pool.dtype.element_ty == tl.float8e4nv:
         x = tl.clamp(x.to(tl.float32) * factor, -448.0, 448.0, propagate_nan=tl.PropagateNan.ALL)
     return x.to(pool.dtype.element_ty)
@@ -94,10 +94,10 @@ def rotate_and_write(
     HEADS: tl.constexpr,
     WIDTH: tl.constexpr,
 ) -> None:
-    """Norm and rotate HEADS rows of a token's ``qkv`` (tokens, rows, 2 * half), and write them; values as they are.
+    """Normalize and rotate HEADS rows of a token's ``qkv`` (tokens, rows, 2 * half), and write them; values unchanged.
 
-    ``cos`` and ``sin`` are (tokens, half), ``weight`` (num_heads + num_kv_heads, 2 * half). What goes to pools of fp8
-    is multiplied by the factors.
+    ``cos`` and ``sin`` are (tokens, half), ``weight`` (num_heads + num_kv_heads, 2 * half). Values written to fp8 pools
+    are multiplied by the factors.
     """
     token = tl.program_id(0).to(tl.int64)
     rows = num_heads + 2 * num_kv_heads

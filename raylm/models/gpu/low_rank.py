@@ -1,4 +1,4 @@
-"""LoRA adapters on a GPU: two launches for each linear layer, whichever adapters the rows of a step have."""
+"""LoRA adapters on a GPU: two launches for each linear layer, for any adapters of a step's rows."""
 
 from __future__ import annotations
 
@@ -19,25 +19,25 @@ from raylm.models.linear import Linear, LinearKernel
 from raylm.models.lora import AdapterLimits, LowRank, LowRankLayers, Weights
 from raylm.native import AdapterRun
 
-_LANES = 16  # the fewest columns that a matrix product takes
+_LANES = 16  # the minimum number of columns of a matrix product
 _FEW = 512  # tokens up to which tiles are small
-_ENTRY = 4  # address of down, of up, the rank, and nothing, so that entries lie at multiples of 16 bytes
-_PIECE = 1024  # inputs that a program sums at least
+_ENTRY = 4  # addresses of down and up, the rank, and padding, so that entries are aligned to 16 bytes
+_PIECE = 1024  # minimum number of inputs that a program sums
 
 
 @dataclass(frozen=True, slots=True, eq=False)
 class GpuAdapter:
-    """``table`` (layers, 4) tells where the products of each layer lie, which are kept in ``memory``."""
+    """A packed adapter. ``table`` (layers, 4) has the addresses of each layer's products in ``memory``."""
 
     memory: list[Tensor]
     table: NDArray[np.int64]
 
 
 class GroupedLowRank(LowRankLayers):
-    """Rows with the same adapter are a group, whose numbers, rows and addresses lie in memory that stays in place.
+    """Rows with the same adapter form a group. The groups' data are in memory with fixed addresses.
 
-    So a step with adapters is the same launches whatever they are, and can be captured. What is uploaded is there twice
-    on the host, for two steps may be on their way.
+    So a step launches the same kernels for any adapters, and can be captured. Uploaded data exist twice on the host,
+    because two steps may be in progress.
     """
 
     capturable = True
@@ -85,7 +85,7 @@ class GroupedLowRank(LowRankLayers):
             self._device_side[name][:count].copy_(self._host[0][name][:count], non_blocking=True)
 
     def hold(self, adapted: bool) -> None:
-        """No row has an adapter, and the launches for them are there nonetheless, if ``adapted``; for capturing."""
+        """For capturing: if ``adapted``, launch the adapters' kernels although no row has an adapter."""
         self._active, self._runs = adapted, []
         self._device_side["ends"].zero_()
 
@@ -104,7 +104,7 @@ class GroupedLowRank(LowRankLayers):
         return tensor.data_ptr()
 
     def compile_all(self) -> None:
-        """Compile what steps of any size launch."""
+        """Compile the kernels for steps of any size."""
         self.hold(adapted=True)
         for at, (_, layer) in enumerate(self._layers):
             for tokens in (_FEW, _FEW + 1):
@@ -140,7 +140,7 @@ class GroupedLowRank(LowRankLayers):
 
 
 def _aligned(layer: Linear, found: dict[str, LowRank]) -> tuple[Tensor, Tensor]:
-    """``down`` (parts * rank, in) and ``up`` (out, rank): all parts are given the same rank, a multiple of 16."""
+    """``down`` (parts * rank, in) and ``up`` (out, rank). All parts get the same rank, a multiple of 16."""
     rank = max(-(-len(pair.down) // _LANES) * _LANES for pair in found.values())
     downs, ups = [], []
     for part, rows in layer.parts.items():

@@ -1,4 +1,4 @@
-"""Triton kernels of LoRA adapters: both products of all rows of a step, whichever adapters these have."""
+"""Triton kernels for LoRA adapters: both products of all rows of a step, for any adapters."""
 # ruff: noqa: N803
 
 from __future__ import annotations
@@ -28,10 +28,10 @@ def low_rank_down(
     DEPTH: tl.constexpr,
     SPLIT: tl.constexpr,
 ) -> None:
-    """``narrow`` (SPLIT, tokens, PARTS * RANK) = the products with ``down`` of the rows ``order``, in that order.
+    """``narrow`` (SPLIT, tokens, PARTS * RANK) = the products of ``down`` with the rows ``order``, in that order.
 
-    ``table`` (groups, row_size) has the address of ``down`` (PARTS * rank, inputs), that of ``up``, and the rank, none
-    where a group leaves the layer as it is; ``ends`` (groups,) where the rows of each group end. A program sums every
+    ``table`` (groups, row_size) has the addresses of ``down`` (PARTS * rank, inputs) and ``up``, and the rank, which is
+    0 if a group does not change the layer. ``ends`` (groups,) is the end of each group's rows. A program sums every
     SPLIT-th piece of the inputs.
     """
     group, first, last = find_tile(ends, groups, tl.program_id(0), GROUPS, ROWS)
@@ -78,9 +78,9 @@ def low_rank_up(
     DEPTH: tl.constexpr,
     SPLIT: tl.constexpr,
 ) -> None:
-    """``out`` (tokens, outputs) += the products of ``narrow`` with ``up`` (outputs, rank), at the rows ``order``.
+    """``out`` (tokens, outputs) += the products of ``narrow`` with ``up`` (outputs, rank), in the rows ``order``.
 
-    Columns from ``second`` and ``third`` on belong to the second and third part, which have the second and third
+    Columns from ``second`` and ``third`` on belong to the second and third part, which use the second and third
     ``rank`` columns of ``narrow``.
     """
     group, first, last = find_tile(ends, groups, tl.program_id(0), GROUPS, ROWS)

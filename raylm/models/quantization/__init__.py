@@ -1,1 +1,1 @@
-"""Quantized checkpoints and weights that are quantized when they are loaded."""
+"""Quantized checkpoints, and quantization of weights during loading."""

@@ -1,4 +1,4 @@
-"""Reads the quantization_config of a checkpoint's config.json; what no kernel serves exactly is refused by name."""
+"""Reads the quantization_config of config.json. Rejects by name what no kernel computes exactly."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from raylm.models.quantization.formats import Awq, Gptq, Int8Channels, PackQuant
 from raylm.models.quantization.fp8 import Fp8Rows, Fp8Tensors
 from raylm.models.quantization.fp8_blocks import BLOCK, Fp8Blocks
 
-# A description of the weights, their format, and whether a module is left as floats.
+# (description of the weights, their format, whether a module stays in floats)
 Found = tuple[str, WeightFormat, Callable[[str], bool]]
 
 _MADE_BY = frozenset({"quantization_status", "global_compression_ratio", "version", "provider", "quant_method"})
@@ -25,7 +25,7 @@ _FP8 = {"num_bits": (8,), "type": ("float",), "symmetric": (True,)}
 
 
 class Section:
-    """One JSON object of quantization_config; ``where`` is its dotted name."""
+    """One JSON object in quantization_config. ``where`` is its dotted name."""
 
     def __init__(self, checkpoint: Checkpoint, where: str, values: object) -> None:
         self.checkpoint, self.where = checkpoint, where
@@ -47,7 +47,7 @@ class Section:
         return value
 
     def group(self, *names: str) -> int | None:
-        """How many inputs share a scale: the first of ``names`` that is given, else 128; None is all of them (-1)."""
+        """The number of inputs that share a scale: the first of ``names`` that is set, else 128. None is all (-1)."""
         name = next((name for name in names if self.get(name) is not None), names[0])
         size = self.get(name, 128)
         if size == -1:
@@ -57,7 +57,7 @@ class Section:
         return size
 
     def only(self, known: Collection[str]) -> None:
-        """Refuse unknown entries, unless they are empty."""
+        """Raise ConfigError for unknown entries that are not empty."""
         for name in self.values.keys() - set(known):
             if self.values[name]:
                 raise self.error(name, self.values[name], "it is not supported")
@@ -68,7 +68,7 @@ class Section:
 
 
 def read_quantization_config(checkpoint: Checkpoint) -> Found:
-    """ConfigError names what is not supported."""
+    """Read quantization_config. Raises ConfigError that names an unsupported entry."""
     section = Section(checkpoint, "quantization_config", checkpoint.config["quantization_config"])
     return _METHODS[section.choice("quant_method", _METHODS)](section)
 
@@ -101,19 +101,19 @@ def _compressed_tensors(section: Section) -> Found:
 
 
 def _check(section: Section, served: Mapping[str, Collection[Any]], dynamic: bool | None = None) -> None:
-    """``dynamic`` is what it means to leave that entry out."""
+    """``dynamic`` is the default of that entry."""
     for name, values in served.items():
         section.choice(name, values, {"symmetric": True, "dynamic": dynamic}.get(name))
 
 
 def _check_kv_cache(scheme: Section) -> None:
-    """Of fp8, with a scale for the keys of a layer and one for its values; used where cache.dtype is fp8."""
+    """Check that it is fp8 with one scale for a layer's keys and one for its values. Used if cache.dtype is fp8."""
     scheme.only(_OBSERVED | _WEIGHTS)
     _check(scheme, _FP8 | {"strategy": ("tensor",), "dynamic": (False,)}, dynamic=False)
 
 
 def _fp8(weights: Section, inputs: Section) -> WeightFormat:
-    """One scale a tensor, fixed by calibration, or inputs rounded by token: others couple the rows of a batch."""
+    """Supports one calibrated scale for a tensor, or inputs rounded by token. Other schemes couple rows of a batch."""
     if not inputs.choice("dynamic", (True, False), default=False):
         _check(weights, _FP8 | {"strategy": ("tensor",)})
         _check(inputs, _FP8 | {"strategy": ("tensor",)})
@@ -128,7 +128,7 @@ def _pack_quantized(scheme: Section, weights: Section) -> WeightFormat:
     scheme.choice("input_activations", (None,))
     weights.choice("num_bits", (4,))
     weights.choice("type", ("int",))
-    weights.choice("actorder", (None, "weight", "static"))  # "group" and true leave the groups of neighbours
+    weights.choice("actorder", (None, "weight", "static"))  # with "group" and true, groups are not neighbours
     symmetric = weights.choice("symmetric", (True, False), default=True)
     by_group = weights.choice("strategy", ("group", "channel")) == "group"
     return PackQuantized(weights.group("group_size") if by_group else None, symmetric=symmetric)
@@ -169,7 +169,7 @@ def _awq(section: Section) -> Found:
 
 
 def _fp8_blocks(section: Section) -> Found:
-    """As DeepSeek-V3 and the FP8 checkpoints of Qwen3 have it."""
+    """The format of DeepSeek-V3 and of Qwen3's FP8 checkpoints."""
     section.only({*_MADE_BY, "activation_scheme", "fmt", "weight_block_size", "modules_to_not_convert"})
     section.choice("weight_block_size", ([BLOCK, BLOCK],))
     section.choice("activation_scheme", ("dynamic",))
@@ -177,7 +177,7 @@ def _fp8_blocks(section: Section) -> Found:
     kept = section.get("modules_to_not_convert", [])
 
     def ignored(module: str) -> bool:
-        """Entries are names of modules, and mean what lies in them too."""
+        """Entries are names of modules, which include their submodules."""
         return module == HEAD or any(module == name or module.startswith(f"{name}.") for name in kept)
 
     return f"fp8, blocks of {BLOCK} x {BLOCK}", Fp8Blocks(), ignored

@@ -1,4 +1,4 @@
-"""Weight formats of 8-bit and 4-bit integers: as checkpoints hold them, exactly, or rounded from floats."""
+"""Weight formats of 8-bit and 4-bit integers: stored in checkpoints, or rounded from floats."""
 
 from __future__ import annotations
 
@@ -14,9 +14,9 @@ from raylm.models.linear import Linear, WeightFormat
 from raylm.native import Int4Weight, Int8Weight, Weight, kernels, round_int4
 
 _MIDDLE = 8
-# Where in an AWQ word the 4 bits of each of 8 columns lie, from its low end on; see AutoAWQ's GEMM layer.
+# The position of each of 8 columns' 4 bits in an AWQ word, from the low end; see AutoAWQ's GEMM layer.
 _AWQ_PLACES = [0, 4, 1, 5, 2, 6, 3, 7]
-_ROUNDED_GROUPS = (64, 32)  # a ninth less error than 128; 32 has twice the scales to read
+_ROUNDED_GROUPS = (64, 32)  # 64 has a ninth less error than 128; 32 needs to read twice as many scales
 
 
 class RoundedInt8(WeightFormat):
@@ -47,7 +47,7 @@ class Int8Channels(RoundedInt8):
 
 @dataclass(frozen=True, eq=False)
 class GroupedInt4(WeightFormat):
-    """4-bit weights with a scale and a zero for each ``group`` of inputs; ``None`` is one group for all."""
+    """4-bit weights with a scale and a zero for each ``group`` of inputs. None is one group for all."""
 
     group: int | None
 
@@ -69,7 +69,7 @@ class GroupedInt4(WeightFormat):
 
 @dataclass(frozen=True, eq=False)
 class PackQuantized(GroupedInt4):
-    """compressed-tensors pack-quantized, 4 bits: 8 neighbours along the input in a word, from its low end on."""
+    """compressed-tensors pack-quantized, 4 bits: a word has 8 neighbours along the input, from its low end on."""
 
     symmetric: bool
 
@@ -98,7 +98,7 @@ class PackQuantized(GroupedInt4):
 
 @dataclass(frozen=True, eq=False)
 class Gptq(GroupedInt4):
-    """GPTQ, 4 bits: 8 neighbours along the input in a word; ``zero_shift`` is added to the zeros as they are stored."""
+    """GPTQ, 4 bits: a word has 8 neighbours along the input. ``zero_shift`` is added to stored zeros."""
 
     zero_shift: int
 
@@ -120,7 +120,7 @@ class Gptq(GroupedInt4):
 
 
 class Awq(GroupedInt4):
-    """AWQ, 4 bits, gemm layout: 8 neighbours along the output in a word, in the order of its kernel."""
+    """AWQ, 4 bits, gemm layout: a word has 8 neighbours along the output, in the order of its kernel."""
 
     def tensors(self, rows: int, inputs: int) -> dict[str, Tensor]:
         weight = torch.empty((inputs, rows // 8), dtype=torch.int32)
@@ -134,7 +134,7 @@ class Awq(GroupedInt4):
 
 
 class RoundedInt4(WeightFormat):
-    """Floats rounded to 4 bits, each group of inputs with a scale and a zero."""
+    """Floats rounded to 4 bits. Each group of inputs has a scale and a zero."""
 
     def tensors(self, rows: int, inputs: int) -> dict[str, Tensor]:
         group_of(inputs)
@@ -146,7 +146,7 @@ class RoundedInt4(WeightFormat):
 
 
 def group_of(inputs: int) -> int:
-    """The size of the groups that the inputs are divided into; ValueError where there is none."""
+    """The size of groups of inputs. Raises ValueError if none divides them."""
     for group in _ROUNDED_GROUPS:
         if inputs % group == 0:
             return group
@@ -154,7 +154,7 @@ def group_of(inputs: int) -> int:
 
 
 def round_int8(weight: Tensor) -> Int8Weight:
-    """(out, in) to the nearest of 255 steps, of which the largest is the output's largest weight."""
+    """Round (out, in) to the nearest of 255 steps. The largest step is the output's largest weight."""
     wide = weight.float()
     scales = wide.abs().amax(1).clamp_(min=1e-12) / 127
     return Int8Weight((wide / scales[:, None]).round_().to(torch.int8), scales)

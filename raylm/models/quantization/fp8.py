@@ -1,6 +1,6 @@
-"""Linear layers of 8-bit floats, as compressed-tensors has them, multiplied by torch's scaled product.
+"""Linear layers with fp8 weights in compressed-tensors' format, multiplied by torch's scaled product.
 
-Products take the tensor cores' fast accumulation: its sums keep fewer bits, far more than fp8 has.
+Products use the tensor cores' fast accumulation. Its sums have fewer bits, but far more than fp8.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ logger = logging.getLogger(__name__)
 
 FP8 = torch.float8_e4m3fn
 _LARGEST = torch.finfo(FP8).max
-_MULTIPLE = 16  # what the scaled product of a GPU asks of both sides of a weight
+_MULTIPLE = 16  # the scaled product of a GPU needs multiples of this
 _CAPABILITY = (8, 9)
 
 
@@ -45,7 +45,7 @@ class Fp8Tensors(WeightFormat):
 
 @dataclass(frozen=True)
 class Fp8Part:
-    """One checkpoint module: weights are ``weight`` times ``weight_scale``, inputs multiples of ``input_scale``."""
+    """One checkpoint module: weights are ``weight`` times ``weight_scale``, inputs are rounded by ``input_scale``."""
 
     weight: Tensor
     weight_scale: Tensor
@@ -53,9 +53,9 @@ class Fp8Part:
 
 
 class Fp8Linear:
-    """``x`` (tokens, in) -> (tokens, out of all parts); parts that were calibrated alike share the rounded inputs.
+    """``x`` (tokens, in) -> (tokens, out of all parts). Parts with equal input scales share the rounded inputs.
 
-    Calibration fixed the scale of the inputs, so that no row depends on its neighbours.
+    The input scales are fixed by calibration, so that no row depends on other rows.
     """
 
     def __init__(self, parts: list[Fp8Part], bias: Tensor | None) -> None:
@@ -77,8 +77,9 @@ class Fp8Linear:
 
 @dataclass(frozen=True, eq=False)
 class Fp8Rows(WeightFormat):
-    """compressed-tensors float-quantized, inputs rounded by token: ``weight`` (out, in) fp8, ``weight_scale`` (out, 1),
-    or (1,) where it is not ``by_channel``.
+    """compressed-tensors float-quantized, with inputs rounded by token.
+
+    ``weight`` is (out, in) fp8, ``weight_scale`` (out, 1), or (1,) if it is not ``by_channel``.
     """
 
     by_channel: bool
@@ -100,9 +101,9 @@ class Fp8Rows(WeightFormat):
 
 
 class Fp8RowsLinear:
-    """``x`` (tokens, in) -> (tokens, out); each row has a scale by its largest value, so that none depends on others.
+    """``x`` (tokens, in) -> (tokens, out). Each row's scale is its largest value, so that no row depends on other rows.
 
-    In float16 the product is rounded to bfloat16 first, the one narrow type that scaled products of rows give.
+    In float16 the product is first rounded to bfloat16, the only narrow dtype of scaled products by row.
     """
 
     def __init__(self, weight: Tensor, scales: Tensor, bias: Tensor | None) -> None:
@@ -119,7 +120,7 @@ class Fp8RowsLinear:
         return out if self._bias is None else out + self._bias
 
 
-# By device; without its line torch rounds, in several launches.
+# By device. On other devices torch rounds, in several launches.
 ROUND_ROWS = Family[Callable[[Tensor], tuple[Tensor, Tensor]]]({
     "cuda": "raylm.models.gpu.fp8:round_rows",
 })  # fmt: skip
@@ -134,18 +135,18 @@ def _select_rounding(device: torch.device) -> Callable[[Tensor], tuple[Tensor, T
 
 
 def round_rows(x: Tensor) -> tuple[Tensor, Tensor]:
-    """``x`` (tokens, in) in fp8, and what that is to be multiplied by, (tokens, 1) float32."""
+    """``x`` (tokens, in) in fp8, and its scales (tokens, 1) float32."""
     scales = x.float().abs().amax(1, keepdim=True).clamp_(min=1e-12) / _LARGEST
     return round_inputs(x, scales), scales
 
 
 def round_inputs(x: Tensor, scale: Tensor) -> Tensor:
-    """``x`` over ``scale`` in fp8; what lies beyond its range becomes its largest value."""
+    """``x`` divided by ``scale`` in fp8. Values beyond its range become its largest value."""
     return (x.float() / scale).clamp_(-_LARGEST, _LARGEST).to(FP8)
 
 
 def check_fp8(what: str, device: torch.device) -> None:
-    """Refuse a device that does not multiply fp8: one that is no GPU, or too old."""
+    """Raise ConfigError for a device that cannot multiply fp8."""
     if device.type != "cuda" or torch.cuda.get_device_capability(device) < _CAPABILITY:
         raise ConfigError(
             f"{what} served on NVIDIA GPUs of compute capability 8.9 (Ada, Hopper) or higher only; this worker's "

@@ -1,7 +1,7 @@
-"""Linear layers of 8-bit floats with a scale for each block of a weight, as DeepSeek-V3 and Qwen3's FP8 models have.
+"""Linear layers with fp8 weights and a scale for each block of a weight, as in DeepSeek-V3 and Qwen3's FP8 models.
 
-DeepSeek-AI, "DeepSeek-V3 Technical Report", 2024, section 3.3.2. On GPUs inputs are rounded too, each run of 128 of a
-token by a scale of its own. On CPUs, which do not multiply fp8, weights become floats of the model's type.
+DeepSeek-AI, "DeepSeek-V3 Technical Report", 2024, section 3.3.2. On GPUs inputs are rounded too; each run of 128 of a
+token has its own scale. CPUs cannot multiply fp8, so weights are converted to the model's dtype.
 """
 
 from __future__ import annotations
@@ -17,16 +17,17 @@ from raylm.lazy import Family
 from raylm.models.linear import KernelFactory, Linear, LinearKernel, WeightFormat
 from raylm.models.quantization.fp8 import FP8
 
-BLOCK = 128  # outputs, and inputs, that have one scale
+BLOCK = 128  # outputs, and inputs, that share one scale
 
-# What multiplies: by ``weight`` (out, in) fp8, ``scales`` (out / granule, in / BLOCK) float32, the granule, and a bias.
+# Kernels, constructed from ``weight`` (out, in) fp8, ``scales`` (out / granule, in / BLOCK) float32, the granule, and a
+# bias.
 FP8_BLOCK_LINEARS = Family[Callable[[Tensor, Tensor, int, Tensor | None], LinearKernel]]({
     "cuda": "raylm.models.gpu.fp8:Fp8BlocksLinear",
 })  # fmt: skip
 
 
 class Fp8Blocks(WeightFormat):
-    """``weight`` (out, in) fp8, ``weight_scale_inv`` (out / 128, in / 128) float32, what its blocks are multiplied by.
+    """``weight`` (out, in) fp8 and ``weight_scale_inv`` (out / 128, in / 128) float32, the factors of its blocks.
 
     The last block of outputs may be smaller.
     """
@@ -43,7 +44,7 @@ class Fp8Blocks(WeightFormat):
             if not bool((scales.isfinite() & (scales > 0)).all()):
                 raise ConfigError(f"model: the scales of {name} must be positive.")
         weight = torch.cat([stored["weight"] for stored in layer.stored.values()])
-        # A scale for as many outputs that no block of one part reaches into the next.
+        # Outputs that share a scale, such that no block overlaps two parts.
         granule = math.gcd(BLOCK, *list(layer.parts.values())[:-1])
         scales = torch.cat([
             stored["weight_scale_inv"].repeat_interleave(BLOCK // granule, 0)[: -(-rows // granule)]
@@ -58,6 +59,6 @@ class Fp8Blocks(WeightFormat):
 
 
 def as_floats(weight: Tensor, scales: Tensor, granule: int) -> Tensor:
-    """The float32 that ``weight`` (out, in) stands for, with a scale for each ``granule`` of outputs."""
+    """The float32 values of ``weight`` (out, in), with a scale for each ``granule`` of outputs."""
     by_output = scales.repeat_interleave(granule, 0)[: len(weight)]
     return weight.float() * by_output.repeat_interleave(BLOCK, 1)

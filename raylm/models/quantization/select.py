@@ -1,4 +1,4 @@
-"""Chooses in which format the weights of linear layers come: by the checkpoint, or by what the configuration asks."""
+"""Selects the format of linear layers' weights, from the checkpoint or the configuration."""
 
 from __future__ import annotations
 
@@ -19,8 +19,8 @@ from raylm.models.quantization.fp8_blocks import FP8_BLOCK_LINEARS, Fp8Blocks
 from raylm.models.ranks import Ranks
 from raylm.native import NativeError, kernels
 
-# The description, and the formats of the layers and of the head. At 4 bits the head made a fifth of the logits' error
-# and a quarter of the divergence, at 8 bits next to none; see benchmarks/model/quantization_choices.py.
+# The description, the format of the layers, and the format of the head. A 4-bit head would cause a fifth of the logits'
+# error and a quarter of the divergence, an 8-bit head almost none; see benchmarks/model/quantization_choices.py.
 _ROUNDED: dict[str, tuple[str, WeightFormat, WeightFormat]] = {
     "int8": ("int8, head included", RoundedInt8(), RoundedInt8()),
     "int4": ("int4, head int8", RoundedInt4(), RoundedInt8()),
@@ -53,7 +53,7 @@ class ByModule(Quantization):
 
 
 def select_quantization(checkpoint: Checkpoint, asked: str | None, device: torch.device, ranks: Ranks) -> Quantization:
-    """What the checkpoint holds, or what its plain weights are to be rounded to; ConfigError where it is not served."""
+    """The format of the checkpoint, or the format to round plain weights to. Raises ConfigError if not supported."""
     if checkpoint.config.get("quantization_config") is None:
         assert asked is not None
         _check_kernels(f"quantization: {asked} is", device)

@@ -1,6 +1,6 @@
-"""transformers' own modeling code over paged attention; which architectures it serves, each found to agree with it.
+"""Runs transformers' modeling code with paged attention. Lists the architectures that were verified.
 
-docs/models.md has by how much.
+docs/models.md has the differences measured.
 """
 
 TRANSFORMERS_BACKEND = "raylm.models.transformers_backend.model:TransformersForCausalLM"

@@ -1,4 +1,4 @@
-"""Builds a model of transformers without weights, inspects it, and puts our linear layers and experts into it."""
+"""Builds a transformers model without weights, inspects it, and replaces its linear layers and experts."""
 
 from __future__ import annotations
 
@@ -22,17 +22,17 @@ from raylm.models.transformers_backend.paged_attention import PAGED, PROBED, Cur
 
 @dataclass
 class Passed(MoeModelOutputWithPast):  # type: ignore[misc]
-    """All fields of a decoder's output that some head reads."""
+    """All fields of a decoder's output that a head may read."""
 
     cross_attentions: tuple[Tensor, ...] | None = None
 
 
 class Passing(nn.Module):
-    """Replaces the decoder, so that the head can be called alone: what is given as embeddings comes out."""
+    """Replaces the decoder, so that the head can be called alone. Returns its input embeddings."""
 
     @property
     def decoder(self) -> Passing:
-        """For modeling code whose decoder is wrapped once more."""
+        """For modeling code with one more wrapper around the decoder."""
         return self
 
     def forward(self, *_: object, inputs_embeds: Tensor, **__: object) -> Passed:
@@ -41,9 +41,10 @@ class Passing(nn.Module):
 
 @dataclass(frozen=True, eq=False)
 class Modeling:
-    """``causal`` holds all but its ``decoder``, whose layers call ``attention``, and need of it what ``specs`` has.
+    """A transformers model in parts. ``causal`` is the model without its ``decoder``, whose layers call ``attention``.
 
-    ``names`` are its weights' as its own code has them, ``tied`` those that are copies of others.
+    ``specs`` describe each layer's attention. ``names`` are the names of its weights in its own code, ``tied`` those of
+    copies of other weights.
     """
 
     causal: Any
@@ -54,13 +55,13 @@ class Modeling:
     tied: frozenset[str]
 
     def kept_in_float32(self, dtype: torch.dtype) -> frozenset[str]:
-        """The weights that its authors want in float32 beside others of ``dtype``."""
+        """The weights that must stay in float32 in a model of ``dtype``."""
         plan: dict[str, torch.dtype] = self.causal._get_dtype_plan(dtype)
         return frozenset(name for name in self.names if _named(plan, name))
 
 
 def build_modeling(checkpoint: Checkpoint, name: str) -> Modeling:
-    """What config.json describes as the class ``name``, or UnservedError; weights stay on the meta device."""
+    """Build the class ``name`` for config.json, with weights on the meta device. Raises UnservedError."""
     causal = _build(checkpoint, name)
     names, tied = frozenset(causal.state_dict()), frozenset(causal.all_tied_weights_keys)
     if tied - {f"{HEAD}.weight"} or type(getattr(causal, HEAD, None)) is not nn.Linear:
@@ -96,7 +97,7 @@ def _build(checkpoint: Checkpoint, name: str) -> Any:
 
 
 def _fill_buffers(model: Any) -> None:
-    """Give buffers their values, such as rotary frequencies; those that a checkpoint holds stay zero."""
+    """Initialize buffers, such as rotary frequencies. Buffers that are in checkpoints stay zero."""
     for parameter in model.parameters():
         parameter._is_hf_initialized = True
     for module in model.modules():
@@ -105,8 +106,8 @@ def _fill_buffers(model: Any) -> None:
     with torch.device("cpu"):
         model.initialize_weights()
     for module in model.modules():
-        # Frequencies that change with the longest sequence would change with the neighbours in its batch; no length is
-        # served from which on they would: see Checkpoint.max_position_embeddings.
+        # Dynamic frequencies depend on the longest sequence of the batch, so they would couple its rows. They only
+        # differ from the default beyond Checkpoint.max_position_embeddings, which is not served.
         kinds = getattr(module, "rope_type", None)
         if isinstance(kinds, str):
             module.rope_type = "default"
@@ -115,7 +116,7 @@ def _fill_buffers(model: Any) -> None:
 
 
 def _replace_modules(causal: Any, groups: list[list[str]]) -> None:
-    """Our experts, and our linear layers, one a group; what is kept in float32 stays torch's."""
+    """Insert experts, and one linear layer for each group. Modules that stay in float32 are not replaced."""
     for path, module in list(causal.named_modules()):
         if is_experts(module):
             causal.set_submodule(path, split_experts(module))
@@ -126,5 +127,5 @@ def _replace_modules(causal: Any, groups: list[list[str]]) -> None:
 
 
 def _named(parts: Iterable[str], name: str) -> bool:
-    """Whether one of ``parts``, which may be dotted, is among those of ``name``."""
+    """Whether one of ``parts``, which may be dotted, is in the dotted ``name``."""
     return any(f".{part}." in f".{name}." for part in parts)

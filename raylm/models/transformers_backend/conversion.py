@@ -1,4 +1,4 @@
-"""Where a checkpoint's weights belong in transformers' modeling code, which has some under other names, or stacked."""
+"""Conversion: maps a checkpoint's weights to transformers' modeling code, which renames or stacks some of them."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ _SERVED = ([MergeModulelist], [MergeModulelist, Concatenate], [Concatenate], [Tr
 
 
 class Conversion:
-    """transformers' own rules for a ``model`` whose weights are ``known``, applied to names and to memory in place."""
+    """transformers' conversion rules for a ``model`` with the weights ``known``, applied to names and memory."""
 
     def __init__(self, model: Any, known: Collection[str]) -> None:
         rules = get_model_conversion_mapping(model)
@@ -34,14 +34,14 @@ class Conversion:
         self._prefix, self._known = model.base_model_prefix, dict.fromkeys(known, True)
 
     def target(self, name: str) -> tuple[str, str | None]:
-        """The weight that the checkpoint's ``name`` becomes, and the pattern of the rule by which it is only a part."""
+        """The weight that the checkpoint's ``name`` belongs to, and the pattern of its rule if it is only a part."""
         found, pattern = rename_source_key(name, self._renamings, self._converters, self._prefix, self._known)
         if found not in self._known and name in self._known:
             return name, None
         return found, pattern
 
     def places(self, found: Collection[str], targets: dict[str, Tensor]) -> dict[str, Tensor]:
-        """Memory for each of ``found`` that belongs somewhere, and for each of ``targets`` that they do not fill."""
+        """Memory for each of ``found`` that is used, and for each of ``targets`` that they do not fill."""
         placed: dict[str, Tensor] = {}
         filled: set[str] = set()
         parts: dict[str, dict[str, list[str]]] = defaultdict(lambda: defaultdict(list))
@@ -61,7 +61,7 @@ class Conversion:
 
 
 def _views(rule: WeightConverter, target: str, by_pattern: dict[str, list[str]], memory: Tensor) -> dict[str, Tensor]:
-    """The memory of ``target`` that each of the names goes to by ``rule``; names of a pattern are in order."""
+    """The memory in ``target`` of each name by ``rule``. Names of a pattern are in order."""
     steps = [type(operation) for operation in rule.operations]
     if len(rule.target_patterns) != 1 or steps not in _SERVED:
         raise UnservedError(f"its checkpoint holds {target} in a form that is not served ({rule.operations})")
@@ -73,7 +73,7 @@ def _views(rule: WeightConverter, target: str, by_pattern: dict[str, list[str]],
 
 
 def _view(rule: WeightConverter, memory: Tensor, part: int, index: int) -> Tensor:
-    """What the ``index``-th name of the ``part``-th pattern fills."""
+    """The memory for the ``index``-th name of the ``part``-th pattern."""
     view = memory
     for operation in rule.operations:
         if isinstance(operation, MergeModulelist):

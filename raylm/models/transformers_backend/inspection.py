@@ -1,4 +1,4 @@
-"""Inspects a transformers model before it is loaded: what its attention is, and which linear layers can be stacked."""
+"""Inspects a transformers model before loading: its attention, and the linear layers that can be stacked."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from raylm.models.transformers_backend.paged_attention import PROBED, CurrentAtt
 
 _TOKENS = 3
 _FARTHEST = 1 << 18  # positions up to which masks are inspected
-# Keywords of a layer that mean nothing to paged attention, which neither drops out, nor caches, nor returns weights.
+# Keywords without effect on paged attention, which has no dropout, own cache, or returned weights.
 _WITHOUT_MEANING = {
     "dropout", "position_ids", "use_cache", "cache_position", "output_attentions", "output_hidden_states",
     "output_router_logits", "return_dict", "past_key_values", "sliding_window",
@@ -27,18 +27,18 @@ _WITHOUT_MEANING = {
 
 
 class UnservedError(Exception):
-    """Why a model cannot be served over transformers' modeling code, in words that follow its name."""
+    """The reason why transformers' modeling code cannot be served, as text to follow the model's name."""
 
 
 @dataclass(frozen=True, slots=True)
 class Mask:
-    """What a layer's mask says: the tokens that a query sees, None for all before it and itself."""
+    """The mask of a layer: the number of tokens that a query attends to, None for all up to itself."""
 
     window: int | None
 
 
 class Recorder(nn.Module):
-    """Replaces a linear layer: keeps what it was given, returns zeros. ``is_read``: its weight was read by itself."""
+    """Replaces a linear layer: records its input and returns zeros. ``is_read``: code has read its weight."""
 
     def __init__(self, linear: nn.Module, seen: list[tuple[Recorder, Tensor]]) -> None:
         super().__init__()
@@ -48,7 +48,7 @@ class Recorder(nn.Module):
 
     @property
     def weight(self) -> Tensor:
-        """Zeros, for modeling code that multiplies by itself, or asks for the dtype."""
+        """Zeros, for modeling code that multiplies by the weight, or reads its dtype."""
         self.is_read = True
         return torch.zeros(()).expand(self.out_features, self.in_features)
 
@@ -63,7 +63,7 @@ class IdleExperts(nn.Module):
 
 
 def layer_shape(layer: nn.Module) -> tuple[int, int]:
-    """(inputs, outputs) of a linear layer, torch's or GPT-2's."""
+    """(inputs, outputs) of a linear layer of torch or GPT-2."""
     rows, columns = layer.get_parameter("weight").shape
     return (rows, columns) if isinstance(layer, Conv1D) else (columns, rows)
 
@@ -73,7 +73,7 @@ def is_experts(module: nn.Module) -> bool:
 
 
 class AttentionProbe:
-    """An attention that records what each layer's attention is, and refuses what paged attention does not compute."""
+    """Records the attention of each layer, and rejects attention that paged attention cannot compute."""
 
     def __init__(self) -> None:
         self.specs: dict[nn.Module, AttentionSpec] = {}
@@ -117,7 +117,7 @@ def _window(mask: object) -> int | None:
 def read_mask(
     *, mask_function: Callable[..., Tensor], config: Any, attention_mask: object = None, **_: Any
 ) -> Mask | UnservedError:
-    """transformers' mask interface: what ``mask_function`` lets a query see, over the model's length."""
+    """transformers' mask interface: finds the tokens that ``mask_function`` lets a query attend to."""
     length = min(int(getattr(config, "max_position_embeddings", None) or 4096), _FARTHEST)
     keys, zero = torch.arange(length), torch.tensor(0)
 
@@ -136,11 +136,13 @@ AttentionMaskInterface.register(PROBED, read_mask)
 
 
 def inspect(model: Any, attention: CurrentAttention) -> tuple[dict[nn.Module, AttentionSpec], list[list[str]]]:
-    """Run the decoder of ``model`` over three tokens, on zeros without memory, with a probe as its attention.
+    """Run the decoder of ``model`` with three tokens and weights of zeros, with a probe as its attention.
 
-    Returns what each attention module needs, in the order of the layers, and the paths of the linear layers that can be
-    replaced, grouped by parent and input; UnservedError where it does what paged attention cannot serve. Parameters
-    must be on the meta device, buffers on the CPU.
+    Parameters must be on the meta device, buffers on the CPU. Returns the spec of each attention module, in the order
+    of the layers, and the paths of linear layers that can be replaced, grouped by parent and input.
+
+    Raises:
+        UnservedError: paged attention does not support the model.
     """
     seen: list[tuple[Recorder, Tensor]] = []
     replaced = {path: module for path, module in model.named_modules() if type(module) in (nn.Linear, Conv1D)}
@@ -166,7 +168,10 @@ def inspect(model: Any, attention: CurrentAttention) -> tuple[dict[nn.Module, At
 
 
 def _groups(seen: list[tuple[Recorder, Tensor]], recorders: dict[Recorder, str]) -> Iterator[list[str]]:
-    """Neighbours in time that were given the same tensor, have one parent, and all a bias or none; the others alone."""
+    """Group successive layers with the same input and parent, all with or all without a bias.
+
+    Others form their own group.
+    """
     calls = Counter(recorder for recorder, _ in seen)
     stackable = [(recorder, x) for recorder, x in seen if calls[recorder] == 1 and not recorder.is_read]
 

@@ -1,4 +1,4 @@
-"""TransformersForCausalLM: transformers' own modeling code, in batches over paged attention."""
+"""TransformersForCausalLM: transformers' modeling code with paged attention."""
 
 from __future__ import annotations
 
@@ -20,11 +20,11 @@ from raylm.models.transformers_backend.module_replacement import Experts, Shared
 from raylm.models.transformers_backend.paged_attention import heads_last
 from raylm.native import NativeLinear
 
-_APART = 0.1  # of the largest value: far more than rounding, far less than what another token's state makes
+_APART = 0.1  # of the largest value: far more than rounding, far less than the difference to another token
 
 
 class TransformersForCausalLM(CausalLM):
-    """A model of transformers with our linear layers, experts and attention, its modules at the same paths."""
+    """A transformers model with RayLM's linear layers, experts and attention in place of its own modules."""
 
     def __init__(self, modeling: Modeling, checkpoint: Checkpoint) -> None:
         super().__init__()
@@ -61,7 +61,7 @@ class TransformersForCausalLM(CausalLM):
                 module.stack()
 
     def _check_quantization(self) -> None:
-        """Refuse to leave large weights as they are where a quantized model was asked for."""
+        """Raise ConfigError if large weights would not be quantized in a quantized model."""
         name = next(self._left_to_torch(), None)
         self.torch_multiplies = name is not None
         if name is not None and self.quantization is not None:
@@ -69,7 +69,7 @@ class TransformersForCausalLM(CausalLM):
             raise ConfigError(f"quantization: {left}; {type(self.modeling.causal).__name__} is not served quantized.")
 
     def _left_to_torch(self) -> Iterator[str]:
-        """Large weights that are no linear layer of ours: neither norms nor routers."""
+        """Large weights outside RayLM's linear layers, which are neither norms nor routers."""
         large = self.modeling.causal.config.hidden_size**2 // 2
         for path, module in self.named_modules():
             if not isinstance(module, (Weighted, nn.Embedding)):
@@ -117,12 +117,12 @@ class TransformersForCausalLM(CausalLM):
             self._share(embeddings, head.kernel)
         experts = [module for module in self.modules() if isinstance(module, Experts)]
         routed = getattr(self.modeling.causal.config, "num_experts_per_tok", None) is not None
-        # Experts that are multiplied one by one, or by modeling code of their own, need to know how many rows each has.
+        # Experts that are multiplied one by one, or by their own modeling code, need the number of rows of each.
         self.capturable = all(module.grouped is not None for module in experts) and (bool(experts) or not routed)
         self._check_tokens_apart(embeddings.weight.device)
 
     def _share(self, embeddings: nn.Module, head: NativeLinear) -> None:
-        """Let the head's packed weights be the embedding's too, where that comes to the same."""
+        """Use the head's packed weights for the embedding too, if the results are equal."""
         path = next(path for path, module in self.named_modules() if module is embeddings)
         shared = SharedEmbedding(head.rows, getattr(embeddings, "embed_scale", None))
         ids = torch.arange(min(16, self.vocab_size))[None]
@@ -131,7 +131,7 @@ class TransformersForCausalLM(CausalLM):
 
     @torch.inference_mode()
     def _check_tokens_apart(self, device: torch.device) -> None:
-        """Without attention a token's state must not depend on the tokens beside it, which may be other sequences'."""
+        """Check that, without attention, a token's state does not depend on neighbouring tokens of other sequences."""
         ids, positions = torch.tensor([[1, 2, 3], [7, 0, 2]], device=device) % self.vocab_size
         order = torch.tensor([2, 0, 1], device=device)
         hidden = self(ids, positions, lambda spec, q, k, v: q)[order]

@@ -1,4 +1,4 @@
-"""What replaces modules of transformers' modeling code: stacked linear layers, and experts one by one."""
+"""Replacements for modules of transformers' modeling code: stacked linear layers, and separate experts."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from raylm.models.transformers_backend.inspection import UnservedError, layer_sh
 
 
 class Stack:
-    """A stacked linear layer whose parts are asked for one after the other, all with the same input."""
+    """A stacked linear layer. Its parts are requested one after another with the same input."""
 
     def __init__(self, linear: Linear) -> None:
         self.linear, self.sizes = linear, list(linear.parts.values())
@@ -22,7 +22,7 @@ class Stack:
         self._pieces: list[Tensor | None] = []
 
     def take(self, part: int, x: Tensor) -> Tensor:
-        """One part of the product with ``x`` (..., in_features); it is computed when the first one is asked for."""
+        """One part of the product with ``x`` (..., in_features). The first request computes all parts."""
         if len(self.sizes) == 1:
             return self._product(x)
         if x is not self._input or self._pieces[part] is None:
@@ -39,7 +39,7 @@ class Stack:
 
 
 class Part(nn.Module):
-    """Replaces a linear layer by a part of a stacked one; it has no ``weight`` of its own."""
+    """Replaces a linear layer by a part of a stacked one. Has no ``weight``."""
 
     def __init__(self, stack: Stack, part: int) -> None:
         super().__init__()
@@ -51,7 +51,7 @@ class Part(nn.Module):
 
 
 class TransposedLinear(Linear):
-    """A linear layer whose checkpoint holds the weight as (in, out)."""
+    """A linear layer whose weight is stored as (in, out) in the checkpoint."""
 
     def targets(self, path: str) -> Iterator[tuple[str, Tensor]]:
         for name, target in super().targets(path):
@@ -59,7 +59,7 @@ class TransposedLinear(Linear):
 
 
 def stack_linears(model: nn.Module, paths: Sequence[str]) -> None:
-    """Replace the linear layers of torch or GPT-2 at ``paths``, which have one parent, by parts of one of ours."""
+    """Replace linear layers of torch or GPT-2 at ``paths``, which have the same parent, by one stacked layer."""
     layers = [model.get_submodule(path) for path in paths]
     parent, names = paths[0].rpartition(".")[0], [path.rpartition(".")[2] for path in paths]
     shapes = [layer_shape(layer) for layer in layers]
@@ -74,7 +74,7 @@ def stack_linears(model: nn.Module, paths: Sequence[str]) -> None:
 
 
 class SharedEmbedding(nn.Module):
-    """Replaces an embedding whose rows another layer holds; ``scale`` multiplies them."""
+    """Replaces an embedding by the rows of another layer. Multiplies them by ``scale``."""
 
     def __init__(self, rows: Callable[[Tensor], Tensor], scale: Tensor | None) -> None:
         super().__init__()
@@ -87,7 +87,7 @@ class SharedEmbedding(nn.Module):
 
 
 class Expert(nn.Module):
-    """One expert, its linear layers named as in checkpoints; ``gate`` (rows, 2 * inner) -> (rows, inner)."""
+    """One expert, whose linear layers have the checkpoint's names. ``gate``: (rows, 2 * inner) -> (rows, inner)."""
 
     def __init__(self, hidden: int, inner: int, gate: Callable[[Tensor], Tensor]) -> None:
         super().__init__()
@@ -101,9 +101,9 @@ class Expert(nn.Module):
 
 
 class Experts(nn.ModuleList):
-    """Replaces transformers' stacked experts: each computes the tokens that were routed to it, or all of them at once.
+    """Replaces transformers' stacked experts: multiplies each expert separately, or all together.
 
-    Where they are ``grouped`` after loading, the modules of single experts are gone.
+    If they are ``grouped`` after loading, the modules of single experts are removed.
     """
 
     def __init__(self, count: int, hidden: int, inner: int, gate: Callable[[Tensor], Tensor]) -> None:
@@ -113,7 +113,7 @@ class Experts(nn.ModuleList):
         self.grouped: GroupedExperts | None = None
 
     def stack(self) -> None:
-        """Let the plain weights of all experts lie in one piece of memory, as checkpoints may hold them."""
+        """Put the plain weights of all experts in one tensor, because checkpoints may store them in this form."""
         for name in ("gate_up_proj", "down_proj"):
             linears: list[Linear] = [getattr(expert, name) for expert in self]
             weights = [linear.weight for linear in linears if linear.weight is not None]
@@ -123,7 +123,7 @@ class Experts(nn.ModuleList):
                     linear.weight = nn.Parameter(memory, requires_grad=False)
 
     def freeze(self, kernels: KernelFactory) -> None:
-        """Called once after loading, before single experts: these make their kernels one by one, or go."""
+        """Called once after loading, before single experts. These then create their kernels, or are removed."""
         if len(self.stacked) == 2:
             self.grouped = group_experts(self.stacked["gate_up_proj"], self.stacked["down_proj"], self.gate)
         if self.grouped is not None:
@@ -150,7 +150,10 @@ class Experts(nn.ModuleList):
 
 
 def split_experts(module: nn.Module) -> Experts:
-    """Ours for transformers' stacked experts; UnservedError where they are not plain gated ones."""
+    """Experts with the shapes of transformers' stacked experts.
+
+    Raises UnservedError if they are not plain gated experts.
+    """
     plain = getattr(module, "has_gate", False) and getattr(module, "is_concatenated", False)
     if not plain or any(getattr(module, name) for name in ("has_bias", "is_transposed", "has_post_expert_norm")):
         raise UnservedError("its experts have biases, a norm, or another layout of weights")

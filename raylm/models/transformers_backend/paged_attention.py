@@ -1,4 +1,4 @@
-"""transformers' attention interface, filled with paged attention: what its modeling code calls in every layer."""
+"""Implements transformers' attention interface, which its modeling code calls in every layer, by paged attention."""
 
 from __future__ import annotations
 
@@ -9,15 +9,15 @@ from torch import Tensor, nn
 from transformers import AttentionInterface
 
 PAGED = "raylm_paged"
-PROBED = "raylm_probed"  # the same, but masks are made too, for inspection.py
-# (module, q, k, v, mask, options) -> (1, tokens, heads, head_dim), of q, k and v (1, heads, tokens, head_dim).
+PROBED = "raylm_probed"  # also builds masks, for inspection.py
+# (module, q, k, v, mask, options) -> (1, tokens, heads, head_dim), with q, k and v (1, heads, tokens, head_dim).
 AttentionCall = Callable[[nn.Module, Tensor, Tensor, Tensor, object, dict[str, Any]], Tensor]
 
 
 class CurrentAttention:
-    """The attention of the forward pass that runs now, which every module of ``model`` refers to.
+    """The attention of the current forward pass. Every module of ``model`` has a reference to it.
 
-    Not a keyword of the forward pass: some modeling code does not hand keywords on to its attention.
+    It is not a keyword of the forward pass, because some modeling code does not pass keywords to its attention.
     """
 
     def __init__(self, model: nn.Module) -> None:
@@ -27,7 +27,7 @@ class CurrentAttention:
 
 
 def heads_last(x: Tensor) -> Tensor:
-    """(1, heads, tokens, head_dim) -> (tokens, heads, head_dim), each token's heads one after the other in memory."""
+    """(1, heads, tokens, head_dim) -> (tokens, heads, head_dim), where each token's heads are contiguous."""
     x = x[0].transpose(0, 1)
     return x if x.stride(2) == 1 and x.stride(1) == x.shape[2] else x.contiguous()
 

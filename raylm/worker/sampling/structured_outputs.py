@@ -50,8 +50,8 @@ class StructuredOutputs(LogitsProcessor[AnswerRow]):
     """Sets tokens to -inf after which the answer could not be completed. EOS is such a token too.
 
     A row at the end of its grammar draws the end token, even if another rule forbids it. So if the grammar ends before
-    ``min_tokens``, end tokens fill the rest. A row whose reasoning may begin may draw its start token; the answer
-    cannot end during reasoning. A row whose thinking budget is used up draws the end of its reasoning, token by token.
+    ``min_tokens``, end tokens fill the rest. A row whose reasoning may begin may draw its start token. During reasoning
+    it cannot draw stop tokens. A row whose thinking budget is used up draws the end of its reasoning, token by token.
     If its answer has no grammar, it is removed then.
     """
 
