@@ -1,9 +1,9 @@
-"""The grammar server: a process that proves grammars, each in a child forked for it, which may die of what it is given.
+"""The grammar server: a fork server that checks each grammar in a child. A child may crash.
 
-``python -m raylm.grammar_server FD CHECKPOINT EOS...`` reads the tokenizer once and then takes connections on the
-Unix socket FD; it ends when that is closed. It imports neither torch nor ray, and has one thread, so that it may fork.
-On a connection a child reads one job, writes a byte when it begins and then its verdict. It dies of its limits, of a
-stack that overflows, or when the other side closes the connection.
+``python -m raylm.grammar_server FD CHECKPOINT EOS...`` loads the tokenizer once, and then accepts connections on the
+Unix socket FD. It ends when the socket is closed. It imports neither torch nor ray, and has one thread, so that it may
+fork. A child reads one job from its connection, writes a byte when it starts, and then its verdict. It ends if it
+exceeds its limits, if its stack overflows, or if the other side closes the connection.
 """
 
 from __future__ import annotations
@@ -29,21 +29,21 @@ if TYPE_CHECKING:
     from llguidance import LLMatcher, LLTokenizer
 
 STACK_BYTES = 1 << 20
-"""Of the thread that proves a grammar: half of the least that a worker's threads have."""
+"""Stack of the thread that checks a grammar: half of the smallest stack of a worker's threads."""
 WALL_S = 30.0
 MAX_BUILD_S = 0.4
-"""Seconds of a core for what the worker repeats: making the matcher."""
+"""Limit in CPU seconds for building the matcher, which the worker repeats."""
 MAX_MASK_S = 0.02
-"""Seconds of a core for the mask of one token, which stands in the way of every sequence of the step."""
+"""Limit in CPU seconds for the mask of one token. Every sequence of a step waits for it."""
 
 _WALKS, _STEPS, _TRIES = 3, 16, 4
 _SHOWN_CHARS = 200
 
-Verdict = tuple[str, str | None]  # a grammar, and why it cannot be used
+Verdict = tuple[str, str | None]  # (grammar, why it cannot be used or None)
 
 
 def judge(tokenizer: LLTokenizer, spec: StructuredOutputs) -> Verdict:
-    """Compile ``spec`` and follow a few answers of it."""
+    """Compile ``spec`` and generate several random answers."""
     from raylm.grammar import grammar_of, matcher
 
     try:
@@ -62,7 +62,7 @@ def judge(tokenizer: LLTokenizer, spec: StructuredOutputs) -> Verdict:
 
 
 def _walk(matcher: LLMatcher, draw: random.Random) -> str | None:
-    """Follow an answer of random tokens, none of them the last one if there is another; what is wrong with it."""
+    """Generate an answer of random tokens. Prefers tokens that do not end it. Returns what is wrong, or None."""
     for step in range(_STEPS):
         before = matcher.deep_copy()
         mask, seconds = _mask(matcher, before)
@@ -83,7 +83,7 @@ def _walk(matcher: LLMatcher, draw: random.Random) -> str | None:
 
 
 def _mask(matcher: LLMatcher, before: LLMatcher) -> tuple[bytes, float]:
-    """The next mask, and what it takes; the less of two tries where that is much, as anything may come between."""
+    """The next mask, and its CPU seconds. If these exceed the limit, the minimum of two tries."""
     started = time.thread_time()
     mask = matcher.compute_bitmask()
     seconds = time.thread_time() - started
@@ -96,7 +96,7 @@ def _mask(matcher: LLMatcher, before: LLMatcher) -> tuple[bytes, float]:
 
 
 def _any_of(mask: bytes, draw: random.Random) -> int:
-    """One of the tokens in a mask that is not empty."""
+    """A random token of a mask that is not empty."""
     start = draw.randrange(len(mask))
     at = next(at for at in chain(range(start, len(mask)), range(start)) if mask[at])
     return 8 * at + draw.choice([bit for bit in range(8) if mask[at] >> bit & 1])
@@ -118,7 +118,7 @@ def main(descriptor: int, path: Path, eos_token_ids: tuple[int, ...]) -> None:
 
 
 def _live(tokenizer: LLTokenizer, connection: socket.socket) -> None:
-    """The life of a child."""
+    """Run a child."""
     signal.setitimer(signal.ITIMER_REAL, WALL_S)
     body = read_frame(connection)
     if body is None:
@@ -134,7 +134,7 @@ def _live(tokenizer: LLTokenizer, connection: socket.socket) -> None:
 
 
 def _on_small_stack(work: Callable[[], Verdict]) -> Verdict:
-    """``work()`` on a thread with ``STACK_BYTES``."""
+    """Return ``work()``, called on a thread with a stack of ``STACK_BYTES``."""
     results: list[Verdict] = []
     threading.stack_size(STACK_BYTES)
     thread = threading.Thread(target=lambda: results.append(work()))

@@ -1,9 +1,9 @@
-"""The template server: a process whose children render chat templates, and may be ended in the middle of it.
+"""The template server: a fork server whose children render chat templates. A child can be ended while it renders.
 
-``python -m raylm.template_server FD`` is a fork server. A child writes a byte when it is ready, and then answers jobs
-one after the other until its connection is closed. A job is a pair of a name and its arguments in Python's ``marshal``;
-both sides are the same Python. The sandbox of Jinja keeps a template from everything but its data. The limits of the
-child bound the memory that a template takes, and the other side bounds the time.
+``python -m raylm.template_server FD`` starts it. A child writes a byte when it is ready, and then answers jobs one
+after another until its connection is closed. A job is a pair of a name and its arguments in Python's ``marshal``
+format; both sides use the same Python. Jinja's sandbox allows a template only to read its data. The limits of the child
+bound the memory of a template. The other side bounds its time.
 """
 
 from __future__ import annotations
@@ -22,15 +22,15 @@ from raylm.fork_server import die_with, frame, outlive, read_frame, serve, take_
 
 READY = b"\0"
 MAX_CHARS = 16 * 2**20
-"""Of a rendered text: four times the longest prompt."""
+"""Limit of a rendered text: four times the longest prompt."""
 _SHOWN_CHARS = 300
-_MAX_RSS_KIB = 256 * 1024  # a child that took more ends after its answer, and gives the memory back
+_MAX_RSS_KIB = 256 * 1024  # a child that used more ends after its answer, to free the memory
 
-Answer = tuple[str | None, str | None]  # the text, or what is wrong
+Answer = tuple[str | None, str | None]  # (text, or None; what is wrong, or None)
 
 
 def render(template: str, conversation: list[dict[str, Any]], fields: dict[str, Any]) -> Answer:
-    """The text of one conversation."""
+    """Render one conversation."""
     try:
         rendered, _ = chat_template_utils.render_jinja_template([conversation], chat_template=template, **fields)
         text = str(rendered[0])
@@ -45,7 +45,7 @@ def render(template: str, conversation: list[dict[str, Any]], fields: dict[str, 
 
 
 def check(template: str) -> Answer:
-    """What is wrong with a template that cannot be compiled."""
+    """Compile a template. The second value says what is wrong with it."""
     try:
         chat_template_utils._compile_jinja_template(template)
     except Exception as error:
@@ -57,7 +57,7 @@ JOBS: dict[str, Callable[..., Answer]] = {"render": render, "check": check}
 
 
 def live(connection: socket.socket) -> None:
-    """The life of a child."""
+    """Run a child."""
     connection.sendall(READY)
     while (body := read_frame(connection)) is not None:
         die_with(connection)

@@ -1,4 +1,4 @@
-"""`raylm bench`: loads for any OpenAI-compatible server, and what their clients see."""
+"""`raylm bench`: sends loads to any OpenAI-compatible server, and measures what clients observe."""
 
 from __future__ import annotations
 

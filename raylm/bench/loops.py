@@ -1,4 +1,4 @@
-"""Closed and open loops: who asks next when one is done, or whatever is open at given times."""
+"""Closed loops, with a constant number of open requests, and open loops, with requests at given times."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ Ask = Callable[[], Awaitable[T]]
 
 
 async def closed_loop(asks: Iterable[Ask[T]], concurrency: int, ended: Callable[[], object]) -> list[T]:
-    """Keep ``concurrency`` requests open until all are done; the answers as they ended."""
+    """Keep ``concurrency`` requests open until all are done. Returns the answers in the order of their ends."""
     answers: list[T] = []
     todo = iter(asks)
 
@@ -30,9 +30,10 @@ async def closed_loop(asks: Iterable[Ask[T]], concurrency: int, ended: Callable[
 async def open_loop(
     asks: Sequence[Ask[T]], times: Sequence[float], ended: Callable[[], object]
 ) -> tuple[list[T], list[float]]:
-    """Send each at its time, in ascending seconds from now, however many are still open.
+    """Send each request at its time, in ascending seconds from now, even if others are still open.
 
-    Returns the answers in their order, and by how many seconds each was sent late: a client that cannot keep up.
+    Returns the answers in order, and the delay in seconds with which each was sent. Delays show a client that is too
+    slow.
     """
     begun = time.perf_counter()
 
@@ -50,6 +51,6 @@ async def open_loop(
 
 
 def poisson(rate: float, number: int, seed: int) -> list[float]:
-    """Times of ``number`` arrivals of ``rate`` a second, the first at 0."""
+    """Times of ``number`` arrivals at ``rate`` in a second, the first at 0."""
     gaps = random.Random(seed)
     return list(accumulate((gaps.expovariate(rate) for _ in range(number - 1)), initial=0.0))

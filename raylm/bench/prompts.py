@@ -1,4 +1,4 @@
-"""What is asked: prompts of common words, drawn at random or as a trace says, of about as many tokens as wanted."""
+"""Prompts of common words, drawn at random or by a trace, with about the requested number of tokens."""
 
 from __future__ import annotations
 
@@ -20,27 +20,30 @@ _BLOCK_IN_TRACES = 16
 
 
 class PromptSettings(Frozen):
-    """Ranges are of evenly distributed whole numbers."""
+    """Parameters of prompts. Ranges are for uniformly distributed integers."""
 
     prompt_tokens: Range = (128, 128)
-    """Of what only one request has."""
+    """Tokens that no other request shares."""
     output_tokens: Range = (64, 64)
-    """Tokens drawn."""
+    """Tokens of the answer."""
     prefix_tokens: int = Field(0, ge=0, le=1_000_000)
-    """What stands before, shared by all requests with the same prefix."""
+    """Tokens of a shared prefix before the prompt."""
     prefixes: int = Field(1, ge=1, le=1_000_000)
-    """How many different ones there are."""
+    """Number of different prefixes."""
     tools: int = Field(0, ge=0, le=1000)
-    """Functions that the model may call."""
+    """Number of functions that the model may call."""
     tool_choice: Literal["auto", "required", "none"] = "auto"
-    """Whether it has to."""
+    """Whether the model must call a function."""
     seed: int = 0
-    """Of words, lengths and arrivals."""
+    """For words, lengths and arrivals."""
 
 
 @dataclass(frozen=True, slots=True)
 class Question:
-    """A prompt, as words or token ids, and the tokens to draw; ``at`` in seconds, ``blocks`` where a trace has them."""
+    """A prompt, as words or token ids, and the tokens of its answer.
+
+    ``at`` is in seconds, ``blocks`` come from a trace.
+    """
 
     prompt: tuple[str, ...] | tuple[int, ...]
     output_tokens: int
@@ -52,22 +55,22 @@ class Question:
 
 @dataclass(frozen=True)
 class Scale:
-    """How many tokens the server counts for some words: ``per_word`` each, and ``overhead`` around all of them."""
+    """The server's tokens for words: ``per_word`` for each word, and ``overhead`` for the whole prompt."""
 
     per_word: float = 1.0
     overhead: float = 0.0
 
     def words(self, tokens: float) -> int:
-        """How many words make ``tokens`` within a prompt, overhead apart."""
+        """The number of words for ``tokens`` within a prompt, without overhead."""
         return max(0, round(tokens / self.per_word))
 
     def own_words(self, tokens: int, before: int) -> int:
-        """How many more words a prompt of ``tokens`` needs behind ``before`` words; one at least."""
+        """The number of words to add to ``before`` words for a prompt of ``tokens``, at least one."""
         return max(1, self.words(tokens - self.overhead) - before)
 
 
 def drawn(settings: PromptSettings, scale: Scale, load: int) -> Iterator[Question]:
-    """Questions without end; two loads have no words in common that a prefix cache could find."""
+    """An endless sequence of questions. Two loads share no prefix that a prefix cache could find."""
     rng = random.Random(f"{settings.seed} {load}")
     while True:
         shared = settings.prefix_tokens and rng.randrange(settings.prefixes)
@@ -78,7 +81,7 @@ def drawn(settings: PromptSettings, scale: Scale, load: int) -> Iterator[Questio
 
 
 def traced(lines: Sequence[TraceLine], scale: Scale, speed: float) -> list[Question]:
-    """The requests of a trace, ``speed`` times as fast; equal blocks have equal words."""
+    """The requests of a trace, ``speed`` times as fast. Equal blocks have equal words."""
     begun = lines[0].arrival
     return [_traced(line, number, scale, (line.arrival - begun) / speed) for number, line in enumerate(lines)]
 
@@ -88,19 +91,19 @@ def _traced(line: TraceLine, number: int, scale: Scale, at: float) -> Question:
         return Question(line.prompt, line.output_tokens, at, line.key)
     assert line.prompt_tokens is not None
     blocks, size = tuple(map(block_number, line.blocks)), line.block_size or _BLOCK_IN_TRACES
-    whole = min(len(blocks), line.prompt_tokens // size)  # behind it are blocks of the answer
+    whole = min(len(blocks), line.prompt_tokens // size)  # the other blocks belong to the answer
     shared = [word for block in blocks[:whole] for word in words(f"block {block}", scale.words(size))]
     own = words(f"trace {number}", scale.own_words(line.prompt_tokens, len(shared)))
     return Question((*shared, *own), line.output_tokens, at, line.key, blocks, size)
 
 
 def words(seed: str, number: int) -> tuple[str, ...]:
-    """Always the same for one seed."""
+    """Random words. Equal seeds give equal words."""
     return tuple(random.Random(seed).choices(WORDS, k=number))
 
 
 def block_hashes(question: Question, scale: Scale) -> list[str]:
-    """Hashes of the prompt's blocks, for a recording: equal where all words up to a block's end are equal."""
+    """Hashes of the prompt's blocks, for a recording. Equal if all words up to the end of the block are equal."""
     if question.blocks:
         return [f"{block:016x}" for block in question.blocks]
     digest, hashes, done = hashlib.blake2b(digest_size=8), [], 0
@@ -113,7 +116,7 @@ def block_hashes(question: Question, scale: Scale) -> list[str]:
 
 
 def tools(number: int) -> list[dict[str, Any]]:
-    """Definitions of functions, each with a name of its own."""
+    """Definitions of functions with different names."""
     return [_tool(f"find_{WORDS[at % len(WORDS)]}_{at}") for at in range(number)]
 
 

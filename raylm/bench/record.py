@@ -1,4 +1,4 @@
-"""Writes what was asked as a trace, which `raylm simulate` and `raylm bench` replay."""
+"""Writes requests as a trace, which `raylm simulate` and `raylm bench` can replay."""
 
 from __future__ import annotations
 
@@ -12,9 +12,10 @@ from raylm.errors import ConfigError
 
 
 def write_trace(path: Path, loads: Iterable[Load]) -> int:
-    """All requests of all loads in the order in which they were sent, as lines of raylm/simulate/trace.py.
+    """Write all requests of all loads in the order of sending, in the format of raylm/simulate/trace.py.
 
-    A failed one is there too, with the tokens that were asked and its kind as ``finish``. Returns how many there are.
+    A failed request has the requested number of tokens, and its kind of error as ``finish``. Returns the number of
+    requests.
 
     Raises:
         ConfigError: the file cannot be written.

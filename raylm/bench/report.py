@@ -1,4 +1,4 @@
-"""Figures of loads: percentiles of what clients saw, tokens a second, goodput, errors by kind; table and picture."""
+"""Figures of loads: percentiles of clients' measurements, throughput, goodput, errors by kind; table and plot."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ _LATE_S = 0.1
 
 @dataclass(frozen=True)
 class Load:
-    """The requests of one load, which took so many seconds; the latest was sent ``late_s`` after its time."""
+    """The requests of one load, and its duration in seconds. ``late_s`` is the largest delay of sending."""
 
     name: str
     seconds: float
@@ -42,11 +42,11 @@ class Load:
 
     @property
     def errors(self) -> list[str]:
-        """What went wrong, one for each request that failed."""
+        """The errors of all failed requests."""
         return [answer.error for _, answer in self.asked if answer.error is not None]
 
     def figures(self, targets: Targets) -> dict[str, Any]:
-        """For JSON; the spreads are empty where every request failed."""
+        """All figures for JSON. Distributions are empty if every request failed."""
         good = self.good
         prompts, output = sum(one.prompt_tokens for one in good), sum(one.tokens for one in good)
         kept = sum(1000 * one.ttft <= targets.ttft_ms and 1000 * one.itl <= targets.itl_ms for one in good)
@@ -71,7 +71,7 @@ class Load:
 
 
 def values(name: str, answers: Sequence[Answer]) -> list[float]:
-    """Of one spread; times between tokens are of those with several."""
+    """The values of one distribution. Times between tokens only include answers with several tokens."""
     several = name in ("itl_ms", "pause_ms")
     return [_SPREADS[name][1](answer) for answer in answers if answer.tokens > 1 or not several]
 
@@ -84,7 +84,7 @@ def _spread(values: Sequence[float]) -> dict[str, float]:
 
 
 def table(found: dict[str, Any]) -> Table:
-    """The figures of one load, for a terminal."""
+    """The distributions of one load, for a terminal."""
     drawn = Table(title=found["load"], title_justify="left", title_style="bold", pad_edge=False, box=None)
     drawn.add_column("", style="cyan", no_wrap=True, min_width=17)
     for name in ("mean", *_QUANTILES):
@@ -96,7 +96,7 @@ def table(found: dict[str, Any]) -> Table:
 
 
 def lines(found: dict[str, Any], targets: Targets) -> list[tuple[str, str]]:
-    """What stands below the table."""
+    """The lines below the table."""
     errors = ", ".join(f"{number:,} {kind}" for kind, number in found["errors"].items()) or "none"
     prompts, cached = found["prompt_tokens"], found["cached_tokens"]
     rows = {
@@ -116,7 +116,7 @@ def lines(found: dict[str, Any], targets: Targets) -> list[tuple[str, str]]:
 
 
 def draw(loads: Sequence[Load], path: Path) -> None:
-    """How many requests of each load had their TTFT, and their ITL, within which time.
+    """Plot the distributions of TTFT and ITL of each load.
 
     Raises:
         ConfigError: matplotlib is not installed, or the file cannot be written.

@@ -1,4 +1,4 @@
-"""The loads of one `raylm bench`, one after the other, against one server."""
+"""Runs the loads of one `raylm bench`, one after another, against one server."""
 
 from __future__ import annotations
 
@@ -23,11 +23,11 @@ from raylm.simulate import TraceLine
 Progress = Callable[[str, int], AbstractContextManager[Callable[[], object]]]
 _PATHS = {"chat": "/v1/chat/completions", "completions": "/v1/completions"}
 _OPEN_S = 20.0
-_SHORT, _LONG = 32, 160  # words of the prompts by which the server's tokens for a word are found
+_SHORT, _LONG = 32, 160  # words of the prompts that measure the server's tokens for a word
 
 
 class BenchSettings(Frozen):
-    """What is sent beside the prompts; closed loops where there are neither rates nor a trace."""
+    """Parameters besides prompts. Loads are closed loops unless rates or a trace are given."""
 
     model: str
     endpoint: Literal["chat", "completions"] = "chat"
@@ -44,7 +44,7 @@ class BenchSettings(Frozen):
 
 
 def body_of(question: Question, settings: BenchSettings, prompts: PromptSettings) -> dict[str, Any]:
-    """The request: streamed, with its usage, greedy unless ``settings.body`` says otherwise."""
+    """The body of a request: streamed, with usage, and greedy unless ``settings.body`` changes it."""
     text: Any = list(question.prompt)
     if not (text and isinstance(text[0], int)):
         text = " ".join(text)
@@ -61,14 +61,17 @@ def _user(text: str) -> dict[str, str]:
 
 
 class Bench:
-    """Asks one server; ``scale`` is known after ``warm_up``."""
+    """Sends requests to one server. ``scale`` is known after ``warm_up``."""
 
     def __init__(self, connection: Connection, settings: BenchSettings, prompts: PromptSettings) -> None:
         self._connection, self._settings, self._prompts = connection, settings, prompts
         self.scale = Scale()
 
     async def warm_up(self) -> None:
-        """A few requests, from whose usage the tokens of a word are found; ServerError where they all fail."""
+        """Send a few requests, and compute the tokens of a word from their usage.
+
+        Raises ServerError if one of the first fails.
+        """
         short, long = await asyncio.gather(*(self._ask(self._warming(at, n)) for at, n in enumerate((_SHORT, _LONG))))
         for answer in (short, long):
             if answer.error is not None:
@@ -96,7 +99,7 @@ class Bench:
         return [partial(one, question) for question in questions]
 
     async def load(self, name: str, questions: Sequence[Question], concurrency: int | None, progress: Progress) -> Load:
-        """One load: a closed loop of ``concurrency``, or each question at its time."""
+        """Run one load: a closed loop of ``concurrency``, or each question at its time."""
         asked: list[tuple[Question, Answer]] = []
         begun, late = time.perf_counter(), [0.0]
         with progress(name, len(questions)) as ended:
@@ -115,11 +118,11 @@ async def run_all(
     progress: Progress,
     report: Callable[[Load], object],
 ) -> None:
-    """Warm up, then each load; ``report`` is called with each as it ends.
+    """Warm up, then run each load. ``report`` is called with each load that ends.
 
     Raises:
-        ServerError: the server cannot be asked at all.
-        ConfigError: the trace does not go with the endpoint.
+        ServerError: the server does not answer requests.
+        ConfigError: the endpoint does not support the trace.
     """
     if settings.endpoint == "chat" and any(line.prompt is not None for line in trace):
         raise ConfigError("--endpoint: chat takes no token ids, which the trace has; use completions.")

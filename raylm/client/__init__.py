@@ -1,4 +1,4 @@
-"""Any OpenAI-compatible server, as the commands that ask one see it: its address, its models, streams of its events."""
+"""A client for any OpenAI-compatible server, for commands: its address, its models, streams of its events."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""One request as its client sees it: when its text came, what the server counted, how it failed."""
+"""Answer: the times, tokens and error of one request, as its client observes them."""
 
 from __future__ import annotations
 
@@ -14,11 +14,14 @@ from raylm.client.deltas import delta_of
 
 @dataclass(slots=True)
 class Answer:
-    """Times in seconds: ``sent`` of time.perf_counter, the others since then. Tokens are those of the server's usage.
+    """One answer. ``sent`` is a time of time.perf_counter; other times are seconds since then.
 
-    ``ttft`` is up to the first event with text, thoughts or a call, ``last`` up to the last one, ``total`` up to the
-    stream's end; ``pause`` is the longest time between two such events. ``error`` is None for a good one; kinds are
-    those of ServerError, ``usage`` where the server counts no tokens, ``length`` where they are not as many as asked.
+    Tokens are the server's count.
+
+    ``ttft`` is the time of the first event with text, reasoning or a call, ``last`` that of the last such event,
+    ``total`` that of the stream's end. ``pause`` is the longest time between two such events. ``error`` is None for a
+    good answer. Kinds of errors are those of ServerError, ``usage`` if the server reports no tokens, and ``length`` if
+    their number is not the requested one.
     """
 
     sent: float = 0.0
@@ -42,14 +45,14 @@ class Answer:
 
     @property
     def broken_calls(self) -> int:
-        """Calls whose arguments are no JSON object."""
+        """Number of calls whose arguments are not a JSON object."""
         return sum(not _is_object(arguments) for arguments in self.calls.values())
 
     def fail(self, kind: str, message: str) -> None:
         self.kind, self.error = kind, message
 
     def take(self, event: dict[str, Any]) -> None:
-        """Take in an event that has just come."""
+        """Process an event that has just arrived."""
         delta, now = delta_of(event), time.perf_counter() - self.sent
         if delta:
             self.pause = max(self.pause, now - self.last) if self.chunks else 0.0
@@ -67,9 +70,9 @@ class Answer:
 
 
 async def ask(connection: Connection, path: str, body: Mapping[str, Any], exact: int | None = None) -> Answer:
-    """Post ``body``, which streams and includes usage, and read the answer; what goes wrong stands in it.
+    """Post ``body``, which must stream and include usage, and read the answer. Errors are stored in it.
 
-    ``exact`` is how many tokens the answer must have, None for any number.
+    ``exact`` is the number of tokens that the answer must have, None for any number.
     """
     answer = Answer(sent=time.perf_counter())
     try:
@@ -82,7 +85,7 @@ async def ask(connection: Connection, path: str, body: Mapping[str, Any], exact:
         answer.fail("usage", "the server told no usage, so its tokens cannot be counted")
     elif answer.error is None and exact is not None and answer.tokens != exact:
         answer.fail("length", f"{answer.tokens} tokens instead of {exact}")
-    if answer.error is None and not answer.chunks:  # every token was without text
+    if answer.error is None and not answer.chunks:  # no token had text
         answer.ttft = answer.last = answer.total
     return answer
 

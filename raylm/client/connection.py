@@ -1,4 +1,4 @@
-"""Connection: requests to one server, and its streams of server-sent events."""
+"""Connection: sends requests to one server, and reads its streams of server-sent events."""
 
 from __future__ import annotations
 
@@ -15,16 +15,16 @@ DEFAULT_URL = "http://127.0.0.1:8000"
 _ADDRESS = re.compile(r"(https?://.+|(\[[0-9a-f:]+\]|[\w.-]+):\d+(/.*)?|localhost)$", re.IGNORECASE)
 _LONGEST_MESSAGE = 300
 _BUFFER = 2**20  # bytes; a line may have twice as many
-_READS_COMMENTS = {"x-raylm-resumable": "true"}  # RayLM then keeps a stream alive while it has nothing to tell
+_READS_COMMENTS = {"x-raylm-resumable": "true"}  # RayLM then sends comments to keep a silent stream alive
 
 
 class ServerError(Exception):
     """A request that failed. ``kind`` is the HTTP status, or one of
 
-    connection  nobody answers at the address, or the connection was lost
-    timeout     the answer took longer than asked
-    stream      the server told an error, or something that is no event, behind the beginning of its answer
-    cut off     the stream ended without its end
+    connection  no server answers at the address, or the connection was lost
+    timeout     the answer took longer than the limit
+    stream      the server sent an error, or data that is not an event, after the beginning of its answer
+    cut off     the stream ended too early
     """
 
     def __init__(self, kind: str, message: str) -> None:
@@ -33,20 +33,20 @@ class ServerError(Exception):
 
 
 def clean(text: str) -> str:
-    """Text of a server for a terminal: a character that would control the terminal becomes U+FFFD."""
+    """Make a server's text safe for a terminal: characters that would control the terminal become U+FFFD."""
     return _CONTROL.sub("\ufffd", text.replace("\r\n", "\n"))
 
 
 def is_address(word: str) -> bool:
-    """Whether a word is meant as a server's address: http(s)://…, HOST:PORT or localhost."""
+    """Whether a word is a server's address: http(s)://…, HOST:PORT or localhost."""
     return _ADDRESS.match(word) is not None
 
 
 class Connection:
-    """An async context; ``url`` may leave out http:// and may end in /v1. Without a ``key`` none is sent.
+    """An async context. ``url`` may omit http:// and may end in /v1. Without a ``key`` none is sent.
 
-    ``timeout_s`` is for a whole answer. As many requests as one likes may be open. Without ``keep_alive`` each has a
-    TCP connection of its own: llama-server ends the one of a stream, at times after it was used again.
+    ``timeout_s`` limits a whole answer. Any number of requests may be open. Without ``keep_alive`` each request has its
+    own TCP connection. llama-server closes the connection of a stream, sometimes after it was reused.
     """
 
     def __init__(
@@ -74,7 +74,7 @@ class Connection:
         """The ids that /v1/models lists.
 
         Raises:
-            ServerError
+            ServerError: the request failed.
         """
         try:
             async with self._session.get(f"{self.url}/v1/models") as response:
@@ -86,7 +86,7 @@ class Connection:
             raise ServerError("stream", f"{self.url}/v1/models is no list of models: {error!r}") from error
 
     async def first_model(self) -> str:
-        """The first that it lists."""
+        """The first model in the list. Raises ServerError if there is none."""
         found = await self.models()
         if not found:
             raise ServerError("404", f"{self.url} serves no model")
@@ -96,7 +96,7 @@ class Connection:
         """The events of the answer to ``body``, posted to ``path``, up to [DONE].
 
         Raises:
-            ServerError: no answer, one that is an error, one that tells an error, or one without its end.
+            ServerError: there is no answer, the answer is or contains an error, or it ends too early.
         """
         try:
             async with self._session.post(self.url + path, json=body) as response:
@@ -107,7 +107,7 @@ class Connection:
                     yield event
         except (aiohttp.ClientError, TimeoutError) as error:
             raise self._failure(error) from error
-        except ValueError as error:  # a line that is longer than the buffer
+        except ValueError as error:  # a line is longer than the buffer
             raise ServerError("stream", f"the answer cannot be read: {error}") from error
 
     def _failure(self, error: Exception) -> ServerError:
@@ -119,7 +119,7 @@ class Connection:
 
 
 async def events(response: aiohttp.ClientResponse) -> AsyncIterator[dict[str, Any]]:
-    """The JSON events of a stream up to [DONE]; ServerError where it ends before."""
+    """The JSON events of a stream up to [DONE]. Raises ServerError if it ends before."""
     async for line in response.content:
         if line.startswith(b"data:"):
             data = line[5:].strip()
@@ -144,7 +144,7 @@ async def _check(response: aiohttp.ClientResponse) -> None:
 
 
 def _message(said: Any) -> str:
-    """What an error's JSON says, in the forms that servers have."""
+    """The message of an error's JSON, in the forms of different servers."""
     error = said.get("error", said) if isinstance(said, dict) else said
     found = error.get("message", error) if isinstance(error, dict) else error
     return _short(str(found))

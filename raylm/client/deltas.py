@@ -1,4 +1,4 @@
-"""What one event of a streamed completion adds, of chat or of plain text, whichever server told it."""
+"""Delta: the new content of one event of a streamed completion, for chat or text, from any server."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from typing import Any
 
 @dataclass(frozen=True, slots=True)
 class Delta:
-    """Of the first choice: text, thoughts, parts of tool calls; ``finish`` and ``usage`` where the event has them."""
+    """The content of the first choice: text, reasoning, parts of tool calls; ``finish`` and ``usage`` if present."""
 
     text: str = ""
     thoughts: str = ""
@@ -17,12 +17,12 @@ class Delta:
     usage: dict[str, Any] = field(default_factory=dict)
 
     def __bool__(self) -> bool:
-        """Whether the event brings something of the answer itself."""
+        """Whether the event has content of the answer."""
         return bool(self.text or self.thoughts or self.calls)
 
 
 def delta_of(event: dict[str, Any]) -> Delta:
-    """Thoughts come under two names, ``reasoning`` and ``reasoning_content``; where both are there, they are equal."""
+    """Servers send reasoning as ``reasoning`` or ``reasoning_content``. If both are present, they are equal."""
     choice: dict[str, Any] = next(iter(event.get("choices") or []), {})
     told = choice.get("delta") or {}
     return Delta(

@@ -1,4 +1,4 @@
-"""`raylm simulate`: a fleet in virtual time, with the very Router, Admission, EngineCore and Scheduler that serve."""
+"""`raylm simulate`: simulates a fleet in virtual time, with the same Router, Admission, EngineCore and Scheduler."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""SimulatedExecutor: an EngineCore's worker that computes nothing, and takes the time that it would."""
+"""SimulatedExecutor: an EngineCore's executor that computes nothing, and takes the simulated time of a step."""
 
 from __future__ import annotations
 
@@ -15,15 +15,15 @@ Cost = Callable[[SchedulerOutput], float]
 
 
 class Answers:
-    """What the sequences of an engine draw, as ``answer`` says; behind the end of it the last one again and again."""
+    """The tokens of an engine's sequences, from ``answer``. After the end of an answer, its last token repeats."""
 
     def __init__(self, answer: Callable[[NewSequence], Answer]) -> None:
         self._answer = answer
         self._answers: dict[int, tuple[int, Answer]] = {}  # by sequence, with the length of its prompt
-        self._constant: dict[int, int] = {}  # the token of answers of one
+        self._constant: dict[int, int] = {}  # the token of answers with one token
 
     def draw(self, plan: SchedulerOutput, step_s: float = 0.0) -> ModelRunnerOutput:
-        """Of plans in the order in which they are handed over."""
+        """Draw the tokens of a plan. Plans must come in order of execution."""
         answers = self._answers
         for seq_id in plan.finished:
             del answers[seq_id]
@@ -53,7 +53,7 @@ class Answers:
 
 
 class SimulatedExecutor(ModelExecutor):
-    """Runs steps one after the other, each for the seconds that ``cost`` has for it; ``busy_s`` are all so far."""
+    """Runs steps one after another, each for the seconds of ``cost``. ``busy_s`` is the sum so far."""
 
     def __init__(self, info: WorkerInfo, cost: Cost, answer: Callable[[NewSequence], Answer]) -> None:
         self.busy_s = 0.0
@@ -83,7 +83,7 @@ class SimulatedExecutor(ModelExecutor):
         raise RayLMError("Adapters are not simulated.")
 
     async def shutdown(self) -> None:
-        """There is nothing to end."""
+        """Do nothing."""
 
 
 def _give(result: asyncio.Future[ModelRunnerOutput], output: ModelRunnerOutput) -> None:

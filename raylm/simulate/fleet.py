@@ -1,4 +1,4 @@
-"""Fleet: what is simulated, as a file says it."""
+"""Fleet: the description of a simulated fleet, read from a file."""
 
 from __future__ import annotations
 
@@ -21,30 +21,30 @@ SIMULATED_KNOBS = frozenset(
         "scheduler.max_num_seqs", "scheduler.policy", "scheduler.steps_in_flight", "scheduler.target_itl_ms",
     }
 )  # fmt: skip
-"""What of a served model's configuration a simulated fleet has, too."""
+"""Knobs of a served model's configuration that a simulated fleet supports."""
 
 
 class EngineGroup(Frozen):
-    """Engines of one kind."""
+    """Engines with the same properties."""
 
     count: int = Field(1, ge=1, le=4096)
-    """How many."""
+    """Number of engines."""
     slowness: float = Field(1.0, gt=0)
-    """What a step takes, as a multiple of the costs."""
+    """Factor of a step's duration, relative to the costs."""
     num_blocks: int = Field(16_000, ge=2)
-    """KV blocks of each."""
+    """KV blocks of each engine."""
     costs: StepCosts | None = None
-    """Of its steps; by default those of the fleet."""
+    """Costs of steps; by default those of the fleet."""
 
 
 class Fleet(Frozen):
-    """Engines, ingress replicas and what lies between them; ``config`` has SIMULATED_KNOBS alone."""
+    """Engines, ingress replicas and their delays. ``config`` may only set SIMULATED_KNOBS."""
 
     engines: tuple[EngineGroup, ...] = Field((EngineGroup(),), min_length=1)
     ingresses: int = Field(1, ge=1, le=1024)
-    """Ingress replicas; each request comes to any of them."""
+    """Number of ingress replicas. Each request arrives at a random one."""
     staleness_s: float = Field(0.0, ge=0, le=3600)
-    """Age of what an ingress knows of an engine's cache and of the load by others."""
+    """Age in seconds of an ingress's reports about engines' caches and load."""
     max_model_len: int = Field(131_072, ge=2)
     """Longest sequence in tokens."""
     costs: StepCosts = StepCosts()
@@ -56,7 +56,7 @@ class Fleet(Frozen):
 
     @classmethod
     def read(cls, path: Path, **over: Any) -> Fleet:
-        """Of a YAML file, some of it replaced; ConfigError where it is not right."""
+        """Read a YAML file. ``over`` replaces some of its fields. Raises ConfigError if it is invalid."""
         try:
             given = yaml.safe_load(path.read_text())
         except (OSError, UnicodeDecodeError, yaml.YAMLError) as error:
@@ -79,7 +79,7 @@ class Fleet(Frozen):
 
 
 def _given(node: BaseModel, prefix: str = "") -> Iterator[str]:
-    """Dotted names of the knobs that are said, not left at their defaults."""
+    """Dotted names of the knobs that are set explicitly."""
     for name in sorted(node.model_fields_set):
         value = getattr(node, name)
         if isinstance(value, BaseModel):

@@ -1,4 +1,4 @@
-"""SimulatedIngress: a Router and an Admission in virtual time, and what its requests were given."""
+"""SimulatedIngress: a Router and an Admission in virtual time. Records the results of its requests."""
 
 from __future__ import annotations
 
@@ -18,14 +18,14 @@ from raylm.messages import EngineCoreOutputs, EngineCoreRequest, EngineInfo, Eng
 from raylm.params import SamplingParams
 from raylm.simulate.trace import SimulatedRequest
 
-ITL_STEPS = 200  # to a factor of 10: intervals are counted within 0.6 %
+ITL_STEPS = 200  # intervals in a factor of 10: times are counted with an error of at most 0.6 %
 
 
 @dataclass(slots=True, eq=False)
 class Served:
-    """What came ``at`` some time, when it had its first token and its last, -1 before; or the ``error`` that ended it.
+    """A request that arrived ``at`` some time, the times of its first and last token (-1 before), or its ``error``.
 
-    There may be a million of them: none holds its tokens.
+    There may be a million of these objects, so they do not store tokens.
     """
 
     at: float
@@ -40,13 +40,13 @@ class Served:
 
 
 class StaleClient(LocalEngineClient):
-    """A line on which tokens come at once, and what an engine tells of its cache and load ``staleness_s`` later."""
+    """A client whose tokens arrive at once, and whose reports on cache and load arrive ``staleness_s`` later."""
 
     def __init__(self, core: EngineCore, info: EngineInfo, staleness_s: float) -> None:
         super().__init__(core, info)
         self._staleness_s = staleness_s
         self._told = EngineStats(), 0.0
-        self._news: deque[tuple[float, EngineCoreOutputs]] = deque()  # with the time at which it is told
+        self._news: deque[tuple[float, EngineCoreOutputs]] = deque()  # with the time of arrival
 
     async def outputs(self) -> AsyncIterator[EngineCoreOutputs]:
         clock = asyncio.get_running_loop().time
@@ -63,7 +63,7 @@ class StaleClient(LocalEngineClient):
                 )  # fmt: skip
 
     def due(self, now: float) -> Iterator[EngineCoreOutputs]:
-        """What is told by now, each once. It matters when a request is routed, and is asked for then alone."""
+        """The reports that have arrived by now, each once. Called only when a request is routed."""
         news = self._news
         while news and news[0][0] <= now:
             _, told = news.popleft()
@@ -72,10 +72,10 @@ class StaleClient(LocalEngineClient):
 
 
 class SimulatedIngress:
-    """Routes requests as an ingress replica of that ``rank`` does, and notes what comes back.
+    """Routes requests like an ingress replica of that ``rank``, and records results.
 
-    ``on_end`` has each request once. ``intervals`` counts the times between two tokens of a request, by ``ITL_STEPS``
-    times their decimal logarithm in seconds, rounded.
+    ``on_end`` is called once with each request. ``intervals`` counts the times between two tokens of a request, by
+    ``ITL_STEPS`` times their decimal logarithm in seconds, rounded.
     """
 
     def __init__(
@@ -93,7 +93,7 @@ class SimulatedIngress:
         self._on_end = on_end
         self._open: dict[int, tuple[SimulatedRequest, Served, Reservation]] = {}
         self._starting: set[int] = set()
-        self._newest: dict[int, float] = {}  # when a request that goes on had its newest token
+        self._newest: dict[int, float] = {}  # time of the newest token of a request that is decoded
         self._keys = count()
         self._params: dict[int, SamplingParams] = {}
         self._stale: list[tuple[StaleClient, RoutedEngine]] = []
@@ -104,7 +104,7 @@ class SimulatedIngress:
             self._stale.append((client, engine))
 
     def arrive(self, request: SimulatedRequest, seed: int) -> None:
-        """A request comes in; ``seed`` is how the executors know it."""
+        """Process the arrival of a request. ``seed`` identifies it in the executors."""
         key = next(self._keys)
         served = Served(request.at, request.key, len(request.prompt), request.output_tokens)
         try:
@@ -126,7 +126,7 @@ class SimulatedIngress:
         self.router.send(asked, route)
 
     def _sampling(self, request: SimulatedRequest, seed: int) -> SamplingParams:
-        """Checking parameters costs more than a step; where the seed says nothing they are the same for a length."""
+        """Checking parameters takes longer than a step. So requests with seed 0 and equal length share them."""
         params = self._params.get(request.output_tokens) if seed == 0 else None
         if params is None:
             params = SamplingParams(max_tokens=request.output_tokens, seed=seed, ignore_eos=True)

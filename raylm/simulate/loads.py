@@ -1,4 +1,4 @@
-"""Loads: what arrives when, drawn at random; and the load that a trace is."""
+"""Loads: random arrivals of requests, and loads from traces."""
 
 from __future__ import annotations
 
@@ -14,29 +14,29 @@ from raylm.config import Frozen
 from raylm.simulate.trace import SimulatedRequest, Turn
 
 Range = tuple[int, int]
-_SHARED = 1 << 30  # from here on tokens are of prompts that many share
+_SHARED = 1 << 30  # first token of shared prompts
 
 
 class LoadSettings(Frozen):
-    """How much arrives; ranges are of evenly distributed whole numbers, and a load has its own where none is given."""
+    """Parameters of a load. Ranges are for uniformly distributed integers; the default depends on the load."""
 
     requests: int = Field(4000, ge=1)
-    """All of them, later turns of sessions too, as many as come in the mean."""
+    """Total number of requests, with later turns of sessions. It is exact only on average."""
     rate: float = Field(24.0, gt=0)
-    """Requests a second in the mean."""
+    """Mean number of requests in a second."""
     prompt_tokens: Range | None = None
-    """What of a prompt, or of a turn, is new."""
+    """New tokens of a prompt, or of a turn."""
     output_tokens: Range | None = None
-    """Tokens drawn."""
+    """Tokens of an answer."""
     keys: int = Field(1, ge=1)
-    """Keys that ask in turn."""
+    """Number of keys that send requests in turn."""
     seed: int = 1
 
 
 class Load(ABC):
-    """Requests in the order of their arrival; the later turns of a session are drawn with its first one."""
+    """Requests in order of arrival. Later turns of a session are drawn with its first turn."""
 
-    group = 1  # requests in the mean for each arrival
+    group = 1  # mean number of requests for each arrival
     prompt_tokens: Range = (128, 4096)
     output_tokens: Range = (32, 256)
     think_s = 1.0
@@ -49,7 +49,7 @@ class Load(ABC):
         self._output_range = settings.output_tokens or self.output_tokens
 
     def arrivals(self) -> Iterator[SimulatedRequest]:
-        """All but the later turns of sessions."""
+        """All requests except later turns of sessions."""
         settings = self._settings
         for number, at in enumerate(self._times(settings.requests // self.group, settings.rate / self.group)):
             for request in self._arrive(at):
@@ -58,7 +58,7 @@ class Load(ABC):
 
     @abstractmethod
     def _arrive(self, at: float) -> Iterable[SimulatedRequest]:
-        """What comes at once, or nearly so."""
+        """The requests of one arrival."""
 
     def _times(self, number: int, rate: float) -> Iterator[float]:
         return accumulate(self._rng.expovariate(rate) for _ in range(number))
@@ -79,14 +79,14 @@ class Load(ABC):
 
 
 class Poisson(Load):
-    """Prompts that have nothing in common."""
+    """Prompts that share no prefix."""
 
     def _arrive(self, at: float) -> Iterable[SimulatedRequest]:
         return [self._request(at, self._own())]
 
 
 class Diurnal(Poisson):
-    """The same with a rate that goes up and down by 80 %, once in a tenth of the run."""
+    """As Poisson, with a rate that varies by 80 %, in periods of a tenth of the run."""
 
     def _times(self, number: int, rate: float) -> Iterator[float]:
         period, at, left = number / rate / 10, 0.0, number
@@ -98,7 +98,7 @@ class Diurnal(Poisson):
 
 
 class Hot(Load):
-    """Of 50 system prompts of 2,048 tokens one has 70 %, and the others by Zipf."""
+    """50 system prompts of 2,048 tokens. One has 70 % of the requests, the others follow Zipf's law."""
 
     prompt_tokens = (64, 512)
 
@@ -109,7 +109,7 @@ class Hot(Load):
 
 
 class Sessions(Load):
-    """Chats of 2 to 12 turns behind one system prompt of 512 tokens."""
+    """Chats of 2 to 12 turns with the same system prompt of 512 tokens."""
 
     group, think_s, prompt_tokens = 6, 3.0, (64, 512)
 
@@ -118,7 +118,7 @@ class Sessions(Load):
 
 
 class Agents(Load):
-    """A few sessions have most turns; 8 kinds of agents share 4,096 tokens each."""
+    """Agents of 8 kinds, each with 4,096 shared tokens. A few sessions have most turns."""
 
     group, prompt_tokens, output_tokens = 12, (64, 512), (16, 128)
 
@@ -129,7 +129,7 @@ class Agents(Load):
 
 
 class Bursts(Load):
-    """16 siblings with one prompt within 2 ms."""
+    """16 requests with the same prompt within 2 ms."""
 
     group, prompt_tokens, output_tokens = 16, (512, 3072), (64, 256)
 

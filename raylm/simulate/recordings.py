@@ -1,4 +1,4 @@
-"""Recordings of live engines: the fleet that they were, what came to it, and how it was served."""
+"""Recordings of live engines: reads the fleet, its requests, and its results."""
 
 from __future__ import annotations
 
@@ -16,15 +16,15 @@ from raylm.simulate.report import spread
 from raylm.simulate.step_costs import fit, read_steps
 from raylm.simulate.trace import SimulatedRequest, read_trace
 
-_DRAFTS = ("speculative_tokens", "share_drafts")  # without drafts these say nothing
+_DRAFTS = ("speculative_tokens", "share_drafts")  # ignored without drafts
 _SAME = ("block_size", "max_model_len", "prefix_caching", "scheduler")
 
 
 @dataclass(frozen=True)
 class Recorded:
-    """``figures`` are of the live fleet, named as in a report; TTFT is from the arrival at an ingress on.
+    """A recording. ``figures`` are those of the live fleet, with the names of a report. TTFT begins at the ingress.
 
-    ``errors`` are those of the fitted costs, by engine, as shares of the steps' seconds.
+    ``errors`` are the errors of the fitted costs, by engine, relative to the steps' seconds.
     """
 
     fleet: Fleet
@@ -34,10 +34,10 @@ class Recorded:
 
 
 def read_recordings(paths: list[Path], **over: Any) -> Recorded:
-    """Of files of engines that served together; ``over`` replaces some of the fleet.
+    """Read the files of engines that served together. ``over`` replaces fields of the fleet.
 
     Raises:
-        ConfigError: a file is none, or they are of engines that differ in more than their pool of blocks.
+        ConfigError: a file is not a recording, or the engines differ in more than their number of blocks.
     """
     heads = [_head(path) for path in paths]
     for path, head in zip(paths, heads, strict=True):

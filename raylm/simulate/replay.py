@@ -1,4 +1,4 @@
-"""Replay: a Scheduler that is asked and told again what a recorded one was, and must decide the same."""
+"""Replay: repeats a recording with a new Scheduler, which must make the same decisions."""
 
 from __future__ import annotations
 
@@ -24,16 +24,16 @@ _NOT_PLAIN = "recovered requests, pooling, prompt logprobs, drafts and failed st
 
 
 def replay(path: Path) -> int:
-    """How many plans of a recording were decided again.
+    """Replay a recording. Returns the number of its plans.
 
     Raises:
-        ConfigError: the recording cannot be replayed; or a plan differs, with its step and what differs in it.
+        ConfigError: the recording cannot be replayed; or a plan differs, with its step and the difference.
     """
     return _Replay(path).run()
 
 
 class _Replay:
-    """Prompts and answers are made up so that their blocks are equal where those of the recording were."""
+    """Generates prompts and answers whose blocks are equal where the recorded blocks were equal."""
 
     def __init__(self, path: Path) -> None:
         self._path = path
@@ -83,7 +83,8 @@ class _Replay:
         stops: dict[str, Any] = {}
         if line["n"] > 1:
             stops = {"stop_token_ids": (_STOP,)}
-        elif ended is not None and ended["finish"] == "stop":  # by the token that was there, for its block's sake
+        # by the token that was in this place, so that its block is equal
+        elif ended is not None and ended["finish"] == "stop":
             answer = self._ended_answer(ended)
             stops = {"stop_token_ids": (answer[-1],), "min_tokens": len(answer) - 1}
         params = SamplingParams(n=line["n"], seed=0, max_tokens=line["max_tokens"], ignore_eos=True, **stops)

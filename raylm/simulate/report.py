@@ -1,4 +1,4 @@
-"""Report: the figures of an outcome, as a table and for JSON; and its pictures."""
+"""Report: the figures of a simulation as a table, JSON and plots."""
 
 from __future__ import annotations
 
@@ -19,14 +19,14 @@ QUANTILES = {"p50": 0.5, "p90": 0.9, "p99": 0.99}
 
 @dataclass(frozen=True)
 class Targets:
-    """What a request must keep to count for goodput: its TTFT, and the mean time between its tokens, in ms."""
+    """Limits of a request that counts for goodput: its TTFT, and the mean time between its tokens, in ms."""
 
     ttft_ms: float = 1000.0
     itl_ms: float = 100.0
 
 
 def figures(outcome: Outcome, targets: Targets) -> dict[str, Any]:
-    """What there is to say, in ms and tokens; ``duration_s`` is from the first arrival to the last end."""
+    """All figures, in ms and tokens. ``duration_s`` is from the first arrival to the last end."""
     done = [one for one in outcome.served if not one.error]
     begun = min((one.at for one in outcome.served), default=0.0)
     duration_s = outcome.end_s - begun
@@ -64,7 +64,7 @@ def is_good(one: Served, targets: Targets) -> bool:
 
 
 def spread(values: NDArray[np.float64]) -> dict[str, float]:
-    """Mean and quantiles, nothing of nothing."""
+    """Mean and quantiles; empty without values."""
     if not len(values):
         return {}
     found = {name: float(np.quantile(values, share)) for name, share in QUANTILES.items()}
@@ -72,7 +72,7 @@ def spread(values: NDArray[np.float64]) -> dict[str, float]:
 
 
 def _intervals(counted: Counter[int]) -> dict[str, float]:
-    """The same of intervals that are counted by their logarithm."""
+    """Mean and quantiles of intervals that are counted by logarithm."""
     if not counted:
         return {}
     order = sorted(counted)
@@ -98,7 +98,7 @@ def _by_key(done: list[Served], output_tokens: int) -> dict[str, dict[str, float
 
 
 def table(found: dict[str, Any]) -> str:
-    """For a terminal."""
+    """A table for a terminal."""
     lines = [f"{'':24}{'mean':>10}" + "".join(f"{name:>10}" for name in QUANTILES)]
     for name, label in (("ttft_ms", "TTFT, ms"), ("itl_ms", "ITL, ms")):
         spread = found[name]
@@ -124,7 +124,7 @@ def table(found: dict[str, Any]) -> str:
 
 
 def recorded_table(found: dict[str, Any]) -> str:
-    """Of a live fleet, in the columns of ``table``."""
+    """The figures of a live fleet, in the columns of ``table``."""
     lines = [f"{'recorded':24}{found['requests']:,} requests, hit rate {found['hit_rate']:.1%}"]
     for name, label in (("ttft_ms", "recorded TTFT, ms"), ("itl_ms", "recorded ITL, ms")):
         lines.append(f"{label:24}" + "".join(f"{value:10.1f}" for value in found[name].values()))
@@ -132,7 +132,7 @@ def recorded_table(found: dict[str, Any]) -> str:
 
 
 def draw(outcome: Outcome, path: Path) -> None:
-    """TTFT by arrival, and how many requests had theirs within which time.
+    """Plot TTFT by arrival, and its distribution.
 
     Raises:
         ConfigError: matplotlib is not installed.

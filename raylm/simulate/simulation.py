@@ -1,4 +1,4 @@
-"""A fleet before a load in virtual time: Router, Admission, EngineCore and Scheduler are the very ones that serve."""
+"""Simulates a fleet with a load in virtual time, with the same Router, Admission, EngineCore and Scheduler."""
 
 from __future__ import annotations
 
@@ -25,9 +25,9 @@ Queue = Callable[[Forecast], WaitingQueue]
 
 @dataclass(frozen=True)
 class Outcome:
-    """All requests in the order in which they ended, and what the engines did.
+    """All requests in the order of their ends, and statistics of the engines.
 
-    ``intervals`` are as SimulatedIngress counts them, ``busy_s`` by engine.
+    ``intervals`` are as in SimulatedIngress, ``busy_s`` is by engine.
     """
 
     served: list[Served]
@@ -40,9 +40,9 @@ class Outcome:
 def simulate(
     fleet: Fleet, load: Load, seed: int = 1, router: Callable[..., Router] = Router, queue: Queue | None = None
 ) -> Outcome:
-    """Let all of a load be served; takes real seconds, not those that pass in it.
+    """Serve a whole load. Virtual seconds do not take real time.
 
-    A ``router`` and a ``queue`` other than the configured one are for experiments.
+    ``router`` and ``queue`` replace the configured ones in experiments.
     """
     return run(_Simulation(fleet, load, seed).run(router, queue))
 
@@ -54,7 +54,7 @@ class _Simulation:
         self._answers: dict[int, Answer] = {}
         self._numbers = count(1)
         self._order = count()
-        self._later: list[tuple[float, int, SimulatedRequest]] = []  # turns of sessions, by time
+        self._later: list[tuple[float, int, SimulatedRequest]] = []  # later turns of sessions, by time
         self._open = 0
         self._served: list[Served] = []
         self._changed = asyncio.Event()
@@ -113,7 +113,7 @@ class _Simulation:
         return self._answers.get(new.seed) or [new.token_ids[new.num_prompt_tokens - 1]]
 
     async def _feed(self, ingresses: list[SimulatedIngress], running: list[asyncio.Task[None]]) -> None:
-        """Let requests arrive in time, until all have ended."""
+        """Let requests arrive at their times, until all have ended."""
         loop, arrivals = asyncio.get_running_loop(), self._load.arrivals()
         coming = next(arrivals, None)
         while coming is not None or self._later or self._open:

@@ -1,4 +1,4 @@
-"""StepCosts: what a step of an engine takes, as a linear model that is given or fitted to recorded steps."""
+"""StepCosts: the duration of an engine's step, as a linear model, set explicitly or fitted to recorded steps."""
 
 from __future__ import annotations
 
@@ -18,16 +18,16 @@ LEAST_STEPS = 16
 
 
 class StepCosts(Frozen):
-    """Seconds of a step; the defaults are about those of an 8B model on a GPU."""
+    """Seconds of a step. The defaults approximate an 8B model on a GPU."""
 
     base_s: float = Field(0.006, ge=0)
-    """Of every step."""
+    """For every step."""
     token_s: float = Field(0.00006, ge=0)
     """For each token that it computes."""
     sequence_s: float = Field(0.00006, ge=0)
-    """For each sequence that has a part in it."""
+    """For each sequence in it."""
     attention_s: float = Field(0.0, ge=0)
-    """For each pair of a token that it computes and one computed before, in millions of them."""
+    """For each pair of a token that it computes and one computed before, in millions of pairs."""
 
     def seconds(self, plan: SchedulerOutput) -> float:
         _, tokens, sequences, pairs = features(plan)
@@ -35,15 +35,16 @@ class StepCosts(Frozen):
 
 
 def features(plan: SchedulerOutput) -> Features:
-    """What the four costs are multiplied with."""
+    """The factors of the four costs."""
     pairs = sum(map(mul, plan.num_scheduled, plan.num_computed)) / 1e6
     return 1.0, float(plan.num_tokens), float(len(plan.seq_ids)), pairs
 
 
 def fit(steps: list[tuple[Features, float]]) -> tuple[StepCosts, float]:
-    """The costs by which the steps' seconds are predicted best, none negative, and the error as a share of them.
+    """Fit costs to steps. Returns the costs, none negative, and the error relative to the steps' seconds.
 
-    All steps together take as long as they did: a machine that others use makes some slow, and that is to be simulated.
+    The predicted total equals the measured total. On a shared machine some steps are slow, and the simulation includes
+    that.
 
     Raises:
         ConfigError: there are too few steps.
@@ -55,7 +56,7 @@ def fit(steps: list[tuple[Features, float]]) -> tuple[StepCosts, float]:
     shapes = np.array([shape for shape, _ in steps])
     seconds = np.array([took for _, took in steps])
     used = [column for column in range(4) if shapes[:, column].any()]
-    while True:  # what comes out negative explains nothing and is left out
+    while True:  # a negative cost is removed from the model
         found = np.linalg.lstsq(shapes[:, used], seconds, rcond=None)[0]
         if (found >= 0).all():
             break
@@ -69,10 +70,10 @@ def fit(steps: list[tuple[Features, float]]) -> tuple[StepCosts, float]:
 
 
 def read_steps(path: Path) -> list[tuple[Features, float]]:
-    """The steps of a recording, each with the seconds by which the next one came later.
+    """The steps of a recording, each with the seconds until the next step.
 
     Raises:
-        ConfigError: the file is none, or a line of it is not right.
+        ConfigError: the file is not a recording, or a line is invalid.
     """
     steps: list[tuple[Features, float]] = []
     for number, line in enumerate(_lines(path), start=1):

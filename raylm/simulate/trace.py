@@ -1,17 +1,17 @@
-"""Traces: requests as JSON lines; a prompt is given by its length, its blocks or its tokens.
+"""Traces: requests as JSON lines. A prompt is given by its length, its blocks or its tokens.
 
 A line is an object of
     arrival         seconds since any beginning
-    prompt_tokens   how many
-    output_tokens   how many are drawn
-    blocks          hashes of the blocks that prompt and answer begin with, numbers or hexadecimal text (optional):
-                    equal ones in equal places behind equal ones are shared
-    block_size      tokens of each of them; those of the fleet's KV blocks if it is left out
+    prompt_tokens   number of tokens
+    output_tokens   number of tokens of the answer
+    blocks          hashes of the first blocks of prompt and answer, numbers or hexadecimal text (optional):
+                    equal hashes in equal positions after equal hashes are shared blocks
+    block_size      tokens of a block; by default that of the fleet's KV blocks
     prompt          token ids, in place of prompt_tokens and blocks
-    key             who asks (optional)
-    priority        as of a request (optional)
-    sequence, finish, ttft_s, duration_s, cached_tokens   of recordings; they change nothing here
-Lines of a recording that are of another ``kind`` than "request" are left out.
+    key             name of the client's key (optional)
+    priority        as in a request (optional)
+    sequence, finish, ttft_s, duration_s, cached_tokens   in recordings; ignored here
+Lines of a recording whose ``kind`` is not "request" are ignored.
 """
 
 from __future__ import annotations
@@ -29,12 +29,12 @@ from raylm.errors import ConfigError
 
 _TOKEN_BITS = 32
 _MOST_TOKENS = 1 << 20
-_UNIQUE = 1 << 31  # from here on tokens are of one request alone
+_UNIQUE = 1 << 31  # first token that belongs to only one request
 
 
 @dataclass(slots=True, eq=False)
 class Turn:
-    """What of a session comes ``after_s`` seconds after an answer: ``prompt`` is what it adds."""
+    """A later turn of a session, ``after_s`` seconds after the previous answer. ``prompt`` is its new part."""
 
     after_s: float
     prompt: list[int]
@@ -43,9 +43,9 @@ class Turn:
 
 @dataclass(slots=True, eq=False)
 class SimulatedRequest:
-    """What arrives ``at`` seconds; its ``answer`` goes on with its last token up to ``output_tokens``.
+    """A request that arrives ``at`` seconds. Its ``answer`` repeats its last token up to ``output_tokens``.
 
-    Of a session the ``later`` turns follow.
+    The ``later`` turns of its session follow.
     """
 
     at: float
@@ -57,7 +57,7 @@ class SimulatedRequest:
     later: list[Turn] = field(default_factory=list)
 
     def next_turn(self, now: float) -> SimulatedRequest | None:
-        """All of this, its answer and something new, after a while; None where it was the last turn."""
+        """The next turn: this prompt, its answer and new tokens, after a pause. None after the last turn."""
         if not self.later:
             return None
         turn, *later = self.later
@@ -66,7 +66,7 @@ class SimulatedRequest:
 
 
 class TraceLine(Frozen):
-    """One line, checked."""
+    """One validated line."""
 
     kind: Literal["request"] = "request"
     arrival: float = Field(ge=0, allow_inf_nan=False)
@@ -92,7 +92,7 @@ class TraceLine(Frozen):
         return self
 
     def request(self, number: int, begun: float, block_size: int) -> SimulatedRequest:
-        """The ``number``-th of a trace that began at ``begun``."""
+        """Request number ``number`` of a trace that began at ``begun``."""
         own = _UNIQUE + number % _UNIQUE
         at = self.arrival - begun
         if self.prompt is not None:
@@ -107,16 +107,16 @@ class TraceLine(Frozen):
 
 
 def read_trace(paths: list[Path], block_size: int) -> list[SimulatedRequest]:
-    """All requests of some files in the order of their arrival, the first at 0; ConfigError as of ``read_lines``."""
+    """All requests of some files in order of arrival, the first at 0. Raises ConfigError as ``read_lines``."""
     lines = read_lines(paths)
     return [line.request(number, lines[0].arrival, block_size) for number, line in enumerate(lines)]
 
 
 def read_lines(paths: list[Path]) -> list[TraceLine]:
-    """All requests of some files as they stand there, in the order of their arrival.
+    """All requests of some files, unchanged, in order of arrival.
 
     Raises:
-        ConfigError: it names the file, the line and the field.
+        ConfigError: names the file, the line and the field.
     """
     lines = [line for path in paths for line in _read(path)]
     if not lines:
@@ -162,5 +162,5 @@ def block_number(block: int | str) -> int:
 
 
 def block_tokens(block: int, size: int) -> list[int]:
-    """Tokens of a block that no other one has; what tells them apart stands last, where prompts end in a block."""
+    """The tokens of a block, unique to it. They differ in the last places, where prompts end in a block."""
     return [*[0] * (size - 2), block >> _TOKEN_BITS, block & ((1 << _TOKEN_BITS) - 1)]

@@ -1,4 +1,4 @@
-"""VirtualLoop: an event loop whose time passes only while nothing is left to do."""
+"""VirtualLoop: an event loop whose time advances only when no task is ready."""
 
 from __future__ import annotations
 
@@ -11,15 +11,15 @@ T = TypeVar("T")
 
 
 class VirtualLoop(asyncio.SelectorEventLoop):
-    """Tasks and timers run as on any loop, in the order of their times; there is no I/O and no other thread.
+    """Runs tasks and timers like any loop, in order of time. There is no I/O and no other thread.
 
-    ``time`` is in seconds since the beginning. Where nothing is to come any more RuntimeError ends the run.
+    ``time`` is in seconds since the start. If all tasks wait and no timer is left, RuntimeError ends the run.
     """
 
     def __init__(self) -> None:
         self._now = 0.0
         super().__init__(_Selector(self))
-        self._clock_resolution = 1e-9  # timers nearer than that are due together; sums of floats are off by less
+        self._clock_resolution = 1e-9  # timers within this time are due together; sums of floats have smaller errors
 
     def time(self) -> float:
         return self._now
@@ -29,7 +29,7 @@ class VirtualLoop(asyncio.SelectorEventLoop):
 
 
 class _Selector(selectors.SelectSelector):
-    """Where a loop would wait for its next timer, the clock goes there."""
+    """Advances the clock to the next timer instead of waiting."""
 
     def __init__(self, loop: VirtualLoop) -> None:
         super().__init__()
@@ -43,10 +43,10 @@ class _Selector(selectors.SelectSelector):
 
 
 def run(main: Coroutine[Any, Any, T]) -> T:
-    """As ``asyncio.run`` in virtual time."""
+    """As ``asyncio.run``, in virtual time."""
     results: list[T] = []
 
-    async def keep() -> None:  # a Runner takes the text of what its task returns, which may be long
+    async def keep() -> None:  # a Runner formats the result of its task, which may be long
         results.append(await main)
 
     with asyncio.Runner(loop_factory=VirtualLoop) as runner:

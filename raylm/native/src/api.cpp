@@ -1,4 +1,4 @@
-// What Python calls (library.py). Pointers are trusted: the callers check shapes and types.
+// Functions called from Python (library.py). Pointers are not checked; callers check shapes and dtypes.
 #include "decoder.h"
 #include "int4_round.h"
 #include "peaks.h"
@@ -63,7 +63,7 @@ void raylm_pack(void* team, const uint32_t* from, int columns, int units, uint32
   t.run([&](int) { pack(t, from, columns, units, to); });
 }
 
-// `weight` [rows][depth], of `kind`, to values of the same shape, scales and zeros [rows][depth / group].
+// Rounds `weight` [rows][depth] of type `kind` to values of the same shape, scales and zeros [rows][depth / group].
 void raylm_round_int4(void* team, int kind, const void* weight, int rows, int depth, int group, uint8_t* values,
                       float* scales, float* zeros) {
   const auto call = kind == kBfloat16 ? round_rows<bf16> : round_rows<float>;

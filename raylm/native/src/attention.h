@@ -1,12 +1,13 @@
-// Attention over a paged pool: any mix of prompts, chunks and single tokens, grouped heads, windows, soft caps.
+// Attention over a paged pool, for any mix of prompts, chunks and single tokens, grouped heads, windows and soft caps.
 //
-// The softmax runs online over chunks of 128 keys (Milakov and Gimelshein 2018; Dao et al. 2022), anew in each stretch of
-// 512, and the stretches are added one after the other. Chunks and stretches begin at multiples of their length from the
-// beginning of the sequence, so a row's numbers depend on its own keys alone: not on the rows beside it, on how a prompt
-// was cut into steps, or on the threads that compute it. The pool is laid out for the two products, so that both are `multiply` of vector.h without a horizontal step. With P values in a 32-bit unit:
+// The softmax is computed online over chunks of 128 keys (Milakov and Gimelshein 2018; Dao et al. 2022), separately for
+// each stretch of 512 keys. The results of the stretches are then added in order. Chunks and stretches begin at
+// multiples of their length from the beginning of the sequence. So a row's result depends only on its own keys: not on
+// other rows, on the cut of a prompt into steps, or on the threads. The pool has a layout in which both products are
+// `multiply` of vector.h, without a horizontal sum. With P values in a 32-bit unit:
 //     keys   [blocks][kv heads][head_dim / P][block][P]     16 keys of one unit side by side
 //     values [blocks][kv heads][block / P][head_dim][P]     16 dimensions of one unit of keys side by side
-// Slots that no token of the sequence was written to are never multiplied: they may hold anything, also NaN.
+// Slots that no token of the sequence was written to are never multiplied. They may hold any value, also NaN.
 #pragma once
 
 #include <algorithm>
@@ -22,11 +23,11 @@ namespace raylm {
 
 constexpr int kChunk = 128;    // keys of one round of the online softmax
 constexpr int kGroups = kChunk / kLanes;
-constexpr int kTileRows = 48;  // most query rows that read the keys together
-constexpr int kStretch = 512;  // keys that are summed by themselves, a multiple of kChunk
+constexpr int kTileRows = 48;  // maximum query rows that read the keys together
+constexpr int kStretch = 512;  // keys that are summed separately, a multiple of kChunk
 constexpr float kNever = -1e30f;
 
-// Shared with Python (library.py): keep the order. One step's sequences, those with one token first.
+// Shared with Python (library.py): keep the order. The sequences of one step, sequences with one token first.
 struct Batch {
   int32_t tokens;
   int32_t seqs;
@@ -39,7 +40,7 @@ struct Batch {
   const int32_t* starts;        // [seqs + 1]
 };
 
-// Shared with Python (library.py): keep the order. `window` is 0 for none, `softcap` too.
+// Shared with Python (library.py): keep the order. 0 disables `window` and `softcap`.
 struct Heads {
   int32_t heads;
   int32_t kv_heads;
@@ -49,13 +50,13 @@ struct Heads {
   float softcap;
 };
 
-// Query tokens [token, token + tokens) of a sequence for one kv head, over one of `parts` parts of its stretches. What a
-// stretch comes to is left at `slot` and those behind it, unless that is negative.
+// Query tokens [token, token + tokens) of a sequence for one kv head, over one of `parts` parts of its stretches. The
+// results of stretches are stored from `slot` on, unless it is negative.
 struct Item {
   int seq, head, token, tokens, part, parts, slot;
 };
 
-// The work of one step, the same for all layers; long decodes are cut along their keys when there are few of them.
+// The work of one step, the same for all layers. If there are few long decodes, they are split along their keys.
 class Plan {
  public:
   void make(const Batch& batch, const Heads& heads, int threads) {
@@ -75,7 +76,7 @@ class Plan {
     const int most = std::max(1, kTileRows / (heads.heads / heads.kv_heads));
     for (int seq = singles; seq < batch.seqs; seq++) {
       const int begin = batch.starts[seq], end = batch.starts[seq + 1];
-      // From the end: the tiles with the most keys first, so that no thread is left alone with one at last.
+      // From the end: tiles with the most keys first, so that the last tiles are short.
       for (int last = end; last > begin; last -= most)
         for (int head = 0; head < heads.kv_heads; head++) {
           const int first = std::max(begin, last - most);
@@ -88,7 +89,7 @@ class Plan {
     split_.clear();
     slots_ = 0;
     const int wanted = 4 * threads, total = int(items_.size()) + singles * heads.kv_heads;
-    // All heads of one sequence after the other: they lie side by side in its blocks.
+    // All heads of a sequence in order, because they are neighbours in its blocks.
     for (int seq = 0; seq < singles; seq++)
       for (int head = 0; head < heads.kv_heads; head++) {
         const int stretches = (batch.seq_lens[seq] + kStretch - 1) / kStretch;
@@ -107,7 +108,7 @@ class Plan {
   int slots_ = 0;
 };
 
-// What one thread needs for one item, and what split items leave behind; grows to the largest seen.
+// Memory of one thread for one item, and the results of split items. Grows to the largest size needed.
 struct Partial {
   std::vector<float> sums;   // [slots][group][head_dim]
   std::vector<float> norms;  // [slots][group][2]: highest score, sum of weights
@@ -117,7 +118,7 @@ struct Partial {
   }
 };
 
-// One thread's work space.
+// Memory of one thread.
 template <class T>
 struct AttentionScratch {
   AttentionScratch(int rows, int head_dim)
@@ -126,15 +127,16 @@ struct AttentionScratch {
         whole_total(rows), position(rows) {}
   std::vector<T> q, p;
   std::vector<uint32_t> tail;
-  std::vector<float> s, o, whole_o, top, total, fade, whole_top, whole_total;  // `whole`: of the stretches so far
+  std::vector<float> s, o, whole_o, top, total, fade, whole_top, whole_total;  // `whole`: sum over the stretches so far
   std::vector<int> position;
 };
 
-// By how much what had `top` as its highest score fades beside `now`. Where nothing was seen exp would underflow slowly.
+// The factor for a result whose highest score was `top`, if the highest score is now `now`. If no key was seen, exp
+// would underflow slowly.
 inline float fade_of(float top, float now) { return top == now ? 1.0f : top == kNever ? 0.0f : std::exp(top - now); }
 
-// Add to one row's weighted values `o` [head_dim], highest score and sum of weights those of the stretch behind it. Never
-// inlined, so that it rounds in one way wherever it is called.
+// Adds the result of the next stretch to a row's weighted values `o` [head_dim], highest score and sum of weights.
+// Never inlined, so that every call rounds equally.
 __attribute__((noinline)) inline void add_stretch(float* o, float& top, float& total, const float* stretch_o,
                                                   float stretch_top, float stretch_total, int head_dim) {
   const float now = std::max(top, stretch_top), before = fade_of(top, now), behind = fade_of(stretch_top, now);
@@ -144,12 +146,12 @@ __attribute__((noinline)) inline void add_stretch(float* o, float& top, float& t
   top = now;
 }
 
-// What a team needs for any step of these heads.
+// The memory of a team for any step of these heads.
 template <class T>
 struct AttentionSpace {
   AttentionSpace(int threads, const Heads& heads)
       : scratch(threads, AttentionScratch<T>(std::max(kTileRows, heads.heads / heads.kv_heads), heads.head_dim)) {}
-  // `layers` whose attention leaves its partial results in places of their own.
+  // `layers` have separate places for the partial results of their attention.
   void plan_for(const Batch& batch, const Heads& heads, int layers = 1) {
     plan.make(batch, heads, int(scratch.size()));
     partial.reserve(plan.slots() * layers, heads.heads / heads.kv_heads, heads.head_dim);
@@ -166,14 +168,14 @@ class Attention {
   static constexpr int kGroupUnits = kLanes / P;
 
  public:
-  // `q` [tokens][q_stride] and `out` [tokens][heads * head_dim] of T; `pool` is keys, then values, of `blocks` blocks.
-  // `layer` is one of those that the space was planned for.
+  // `q` [tokens][q_stride] and `out` [tokens][heads * head_dim] of T. `pool` has keys, then values, of `blocks` blocks.
+  // `layer` is one of the layers that the memory was planned for.
   Attention(const Batch& batch, const Heads& heads, const T* q, ptrdiff_t q_stride, const uint32_t* keys,
             const uint32_t* values, T* out, AttentionSpace<T>& space, int layer = 0)
       : b_(batch), h_(heads), group_(heads.heads / heads.kv_heads), units_(heads.head_dim / P), q_(q),
         q_stride_(q_stride), keys_(keys), values_(values), out_(out), space_(space), first_slot_(size_t(layer) * space.plan.slots()) {}
 
-  // In phases of its own; every thread of the team calls it.
+  // Runs its own phases. Every thread of the team calls it.
   void run(Team& team, int thread) {
     const auto& items = space_.plan.items();
     const int count = int(items.size());
@@ -188,7 +190,7 @@ class Attention {
   typedef AttentionScratch<T> Scratch;
 
   struct Span {
-    int begin, end, number;  // `number`: of the first stretch among those of the row
+    int begin, end, number;  // `number`: index of the first stretch among those of the row
   };
 
   // The keys that an item reads, from the beginning of a chunk.
@@ -240,25 +242,25 @@ class Attention {
       }
   }
 
-  // Where the 16 keys from `key` on lie: their block for this head, and the offset in it.
+  // The address of the 16 keys from `key` on: their block for this head, and the offset in it.
   size_t block_of(const Item& item, int key) const {
     const int32_t block = b_.block_tables[ptrdiff_t(item.seq) * b_.table_width + key / b_.block_size];
     return size_t(block) * h_.kv_heads + item.head;
   }
 
-  // Where 16 keys lie, from `key` on; units are `block_size` words apart.
+  // The address of 16 keys from `key` on. Units are `block_size` words apart.
   const uint32_t* keys_of(const Item& item, int key) const {
     return keys_ + block_of(item, key) * units_ * b_.block_size + key % b_.block_size;
   }
 
   ptrdiff_t line_stride() const { return ptrdiff_t(b_.block_size) * 4; }
 
-  // The keys that a thread reads after a chunk of a single token, by groups of 16; null where there are none.
+  // The keys that a thread reads after a chunk of a single token, by groups of 16; null if there are none.
   struct Following {
     const char* groups[kGroups] = {};
   };
 
-  // Those from `behind` on, or the first ones of the next item.
+  // The keys from `behind` on, or the first keys of the next item.
   Following what_follows(const Item& item, const Item* next, int behind, int end) const {
     Following found;
     if (item.tokens > 1) return found;
@@ -273,13 +275,13 @@ class Attention {
     return found;
   }
 
-  // Where the values of the 16 keys from `key` on lie.
+  // The address of the values of the 16 keys from `key` on.
   const uint32_t* values_of(const Item& item, int key) const {
     return values_ + (block_of(item, key) * (b_.block_size / P) + key % b_.block_size / P) * h_.head_dim;
   }
 
-  // A single token does little with each key and value: memory is asked for those that come in time with the products,
-  // here for the values of the chunk, and in `accumulate` for the keys that follow.
+  // A single token does little work for each key and value. So memory is prefetched at the pace of the products: here
+  // the values of the chunk, and in `accumulate` the next keys.
   void score(const Item& item, Scratch& s, int rows, int at, int keys) {
     const Unit* q = reinterpret_cast<const Unit*>(s.q.data());
     for (int from = 0; from < keys; from += 4 * kLanes) {
@@ -298,7 +300,7 @@ class Attention {
     }
   }
 
-  // Calls `tile(R, r)` for rows r .. r + R until all have been.
+  // Calls `tile(R, r)` for rows r .. r + R, until all rows are done.
   template <class Tile>
   static RAYLM_INLINE void in_tiles(int rows, const Tile& tile) {
     int r = 0;
@@ -317,8 +319,8 @@ class Attention {
       for (int g = 0; g < 4; g++) store(&s.s[size_t(r + i) * kChunk + from + g * kLanes], sums[i][g] * h_.scale);
   }
 
-  // Scores of R rows -> weights relative to the highest seen so far, and by how much what came before fades. Each row
-  // waits for its highest score and then for its sum; beside another one the core has something to do meanwhile.
+  // Converts scores of R rows to weights relative to the highest score so far, and computes the factor for earlier
+  // results. A row waits for its highest score and then for its sum; a second row fills this time.
   template <bool MASKED, int R>
   void weigh(Scratch& s, int r, int at, int groups) {
     if (!MASKED) groups = kGroups;
@@ -369,7 +371,7 @@ class Attention {
   void accumulate(const Item& item, Scratch& s, int rows, int at, int keys, const Following& following) {
     const uint32_t* groups[kGroups];
     for (int g = 0; g * kLanes < keys; g++) groups[g] = values_of(item, at + g * kLanes);
-    if (P == 2 && keys % 2) {  // the last unit holds one key of the sequence and one unused slot
+    if (P == 2 && keys % 2) {  // the last unit has one key of the sequence and one unused slot
       const uint32_t* last = groups[(keys - 1) / kLanes] + ptrdiff_t((keys - 1) % kLanes / P) * h_.head_dim;
       for (int d = 0; d < h_.head_dim; d++) s.tail[d] = last[d] & 0xffffu;
     }
@@ -447,7 +449,7 @@ class Attention {
   float* sums_of(int slot, int r) { return &space_.partial.sums[((first_slot_ + slot) * group_ + r) * h_.head_dim]; }
   float* norms_of(int slot, int r) { return &space_.partial.norms[((first_slot_ + slot) * group_ + r) * 2]; }
 
-  // The stretches of a single token that several items left.
+  // Adds the stretches of a single token that several items computed.
   void combine(const Item& item, Scratch& s) {
     const auto [begin, end, number] = span_of(item);
     const int stretches = (end + kStretch - 1) / kStretch - begin / kStretch;
@@ -480,7 +482,7 @@ class Attention {
   const size_t first_slot_;
 };
 
-// Write one token's key and value of one head to its slot.
+// Writes one token's key and value of one head to its slot.
 template <class T>
 void write_kv(const Batch& b, const Heads& h, int token, int head, const T* key, const T* value, T* keys, T* values) {
   constexpr int P = Lane<T>::kPack;

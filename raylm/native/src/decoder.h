@@ -1,6 +1,7 @@
-// The decoder of the Llama, Qwen2, Qwen3 and Mistral families: one step of all its layers, computed by the team.
+// The decoder of the Llama, Qwen2, Qwen3 and Mistral families: one step of all its layers, computed by a team of
+// threads.
 //
-// The residual stream is float; what enters a product has the type of the weights.
+// The residual stream is float. Inputs of products have the type of the weights.
 #pragma once
 
 #include <chrono>
@@ -20,7 +21,7 @@ struct Layer {
   const float* post_norm;       // [hidden]
   const float* query_norm;      // [head_dim], or null
   const float* key_norm;        // [head_dim], or null
-  int32_t window;               // tokens that a query sees, 0 for all
+  int32_t window;               // tokens that a query attends to, 0 for all
   int32_t unused;
 };
 
@@ -38,8 +39,8 @@ struct Model {
 
 enum Part { kLinear, kAttention, kElementwise, kParts };
 
-// What the layers hand on, for steps of a number of rows. In small steps each layer has places of its own, so that none
-// is written twice and pieces may be done again; in large ones all layers share one.
+// The data between layers, for steps of a number of rows. In small steps each layer has its own places, so that no
+// place is written twice and pieces may be computed again. In large steps all layers share one place.
 template <class T>
 class Activations {
  public:
@@ -58,7 +59,7 @@ class Activations {
     if (quantized) quantized_.reserve(std::max(shared, kSites * apart), widest_);
   }
 
-  // The step has so many rows.
+  // Sets the number of rows of the step.
   void use(int rows, Redo redo) { rows_ = rows, apart_ = redo == Redo::kYes ? rows : 0; }
 
   int width() const { return m_.heads.heads * m_.heads.head_dim; }
@@ -84,7 +85,7 @@ class Activations {
   QuantizedSpace quantized_;
 };
 
-// The walk of a step. One object a model.
+// Runs steps. One object for each model.
 template <class T>
 class Decoder {
   typedef typename Lane<T>::Unit Unit;
@@ -94,7 +95,8 @@ class Decoder {
   Decoder(Team& team, const Model& model)
       : team_(team), m_(model), space_(team.size(), model.heads), a_(m_, is_quantized(m_)) {}
 
-  // One step. `pools` has one pool a layer: keys and values of `blocks` blocks; `hidden` [tokens][hidden] is the result.
+  // One step. `pools` has one pool for each layer: keys and values of `blocks` blocks. `hidden` [tokens][hidden] is the
+  // result.
   void step(const Batch& batch, const int64_t* ids, void* const* pools, int64_t blocks, T* hidden,
             const Adapters& adapters) {
     low_rank_.plan_for(adapters);
@@ -146,7 +148,7 @@ class Decoder {
     return any;
   }
 
-  // One layer; attention leaves its partial results at number `partials`.
+  // One layer. Attention stores its partial results at number `partials`.
   void walk(const Batch& batch, int number, T* keys, T* values, int partials, int thread) {
     const Layer& layer = m_.layer[number];
     const int begin = 2 * number, middle = begin + 1, end = begin + 2, site = kSites * number;
@@ -171,7 +173,7 @@ class Decoder {
     mark(thread, kLinear);
   }
 
-  // A linear layer with what adapters add to it.
+  // A linear layer, and the products that adapters add.
   template <Into INTO, class Out>
   void apply(const Linear& weight, int site, int rows, const T* x, Target<Out> target) {
     if (low_rank_.any()) low_rank_.begin(team_, site, x, weight.depth);
@@ -179,7 +181,8 @@ class Decoder {
     if (low_rank_.any()) low_rank_.finish(team_, site, target);
   }
 
-  // With adapters the gate waits for what they add; in floats, so that nothing changes for the rows without one.
+  // With adapters, the gate is applied after their products are added, in floats. Rows without an adapter do not
+  // change.
   void gate_and_up(const Batch& batch, const Linear& weight, int site, const T* x, T* gated) {
     if (!low_rank_.any()) {
       apply<Into::kGate>(weight, site, batch.tokens, x, Target<T>{gated, m_.inner});
@@ -244,7 +247,7 @@ class Decoder {
     });
   }
 
-  // Norm and rotate the queries and the keys of every head; write keys and values to the pool.
+  // Normalizes and rotates the queries and keys of every head, and writes keys and values to the pool.
   void rotate_and_write(const Batch& batch, const Layer& layer, int number, T* keys, T* values) {
     const int kv_heads = m_.heads.kv_heads, group = m_.heads.heads / kv_heads, dim = m_.heads.head_dim;
     team_.each(batch.tokens * kv_heads, [&](int piece) {
@@ -282,7 +285,7 @@ class Decoder {
     for (int d = 0; d < dim; d += kLanes) store_narrow(out + d, load<f32x16>(x + d));
   }
 
-  // Where the time goes, by the clock of thread 0.
+  // Measures time by the clock of thread 0.
   void clock_start(int thread) {
     if (thread == 0) last_ = std::chrono::steady_clock::now();
   }

@@ -1,5 +1,6 @@
-// Guesses of what sequences go on with: what came after their last tokens before, in their own text or in recent answers.
-// A library of its own, without the kernels: GPUs need it too. Pointers are trusted, calls come from one thread at a time.
+// Drafts: guesses of the next tokens of sequences. A guess is the text after an earlier occurrence of the last tokens,
+// in the same sequence or in recent answers. This is a separate library, without the kernels, because workers with a
+// GPU need it too. Pointers are not checked, and calls must come from one thread at a time.
 #include <algorithm>
 #include <cstddef>
 #include <cstdint>
@@ -12,21 +13,22 @@ constexpr int kLevels = 6, kLongest = 16;
 constexpr int32_t kMostVotes = 4;
 constexpr int64_t kNobody = -1;
 
-// Kinds of drafts: none, by the level of a match in the own text, kept from there, taken up again after a token that was
-// wrong, by the level of a match in an answer, kept from there, all that the form of the answer leaves.
+// Kinds of drafts: none, by the level of a match in the own text, continued from there, resumed after a wrong token, by
+// the level of a match in an answer, continued from there, all that the form of the answer allows.
 enum Kind { kNone, kOwn, kKept = kOwn + kLevels, kResumed, kAnswer, kAnswerKept = kAnswer + kLevels, kForced, kKinds };
-// Of ten drafts of each kind so many are expected to hold before any was seen.
+// The prior of each kind: how many of ten drafts are expected to hold.
 constexpr double kExpected[kKinds] = {0, 1, 3, 5, 6, 7.5, 8, 9, 2, 0.7, 2, 3.5, 5, 7, 8, 9, 9.5};
 constexpr double kDecay = 0.8, kWeight = 3, kMemory = 256;
-// No draft is sure, and below one in fifty none is worth a try. With drafts a step must promise so much over one without.
+// Bounds of a draft's probability: no draft is certain, and a draft below one in fifty is not tried. The last is the gain
+// that a step with drafts must promise over a step without.
 constexpr double kMostChance = 0.98, kLeastChance = 0.02, kWorthwhile = 1.03;
 
-// Where an n-gram ended. Of the occurrences with different next tokens the one stays that outvotes the others.
+// The end of an n-gram. Of occurrences with different next tokens, the majority stays.
 struct Entry {
   int32_t end, votes;
 };
 
-// A hash table of n-grams' ends. What it says is compared with the text, as it may be about another n-gram.
+// A hash table of the ends of n-grams. Entries are compared with the text, because they may belong to another n-gram.
 class Index {
  public:
   explicit Index(int bits) : shift_(64 - bits), entries_(size_t(1) << bits) {}
@@ -34,7 +36,7 @@ class Index {
   // Calls `visit(level, entry)` for the n-grams of `tokens` that end at `end`, of at most `known` tokens.
   template <class Visit>
   void each(const int32_t* tokens, int64_t end, int64_t known, uint64_t salt, const Visit& visit) {
-    uint64_t hash = (salt + 1) * 0xD6E8FEB86659FD93u;  // far from any token, which would bring it to zero
+    uint64_t hash = (salt + 1) * 0xD6E8FEB86659FD93u;  // far from any token, so that no token makes it zero
     for (int back = 0, level = 0; level < kLevels && kLengths[level] <= known; level++) {
       for (; back < kLengths[level]; back++) {
         hash = (hash ^ uint32_t(tokens[end - back])) * 0x9E3779B97F4A7C15u;
@@ -49,20 +51,22 @@ class Index {
   std::vector<Entry> entries_;
 };
 
-// The n-gram of `entry` is the one that ended at `end` now: `same` says it was so before, `agrees` that the next token
-// was what it is now.
+// Sets the end of the n-gram of `entry` to `end`. `same`: the entry had this n-gram. `agrees`: its next token was the
+// same.
 void vote(Entry& entry, int64_t end, bool same, bool agrees) {
   if (same && !agrees && --entry.votes > 0) return;
   entry = {int32_t(end), same && agrees ? std::min(entry.votes + 1, kMostVotes) : 1};
 }
 
-// The tokens of recent answers, in a ring. Every answer has an owner, a number from 0 on; what is found is of the same.
+// The tokens of recent answers, in a ring. Every answer has an owner, a number from 0 on. Only answers of the same
+// owner are found.
 class History {
  public:
   History(int ring_bits, int index_bits)
       : mask_((int64_t(1) << ring_bits) - 1), tokens_(mask_ + 1), owners_(mask_ + 1, kNobody), index_(index_bits) {}
 
-  // Keep an answer, the last of `count` tokens; of the `before` it only what its first tokens are found by.
+  // Stores an answer, the last of `count` tokens. Of the `before` earlier tokens, only those that help to find its
+  // first tokens are indexed.
   void append(const int32_t* tokens, int64_t count, int64_t before, int64_t owner) {
     const int64_t first = std::max(std::max<int64_t>(0, before - kLongest), count - (mask_ + 1) / 2);
     tokens += first, count -= first;
@@ -71,7 +75,7 @@ class History {
       tokens_[written_] = i < count ? tokens[i] : -1;
       owners_[written_] = i < count ? owner : kNobody;
     }
-    for (int64_t i = 0; i + 1 < count; i++) {  // behind the last token there is nothing to copy
+    for (int64_t i = 0; i + 1 < count; i++) {  // there is nothing to copy after the last token
       index_.each(tokens, i, i + 1, owner, [&](int level, Entry& entry) {
         const bool same = entry.votes && is(entry.end, tokens + i, level, owner);
         vote(entry, (start + i) & mask_, same, same && tokens_[(entry.end + 1) & mask_] == tokens[i + 1]);
@@ -79,7 +83,7 @@ class History {
     }
   }
 
-  // The level of the longest match of the end of `known` tokens, -1 for none, and where what followed it begins.
+  // The level of the longest match of the end of `known` tokens (-1 for none), and the place of the tokens after it.
   int search(const int32_t* tokens, int64_t known, int64_t owner, int64_t& source) {
     int found = -1;
     index_.each(tokens, known - 1, known, owner, [&](int level, const Entry& entry) {
@@ -89,7 +93,7 @@ class History {
     return found;
   }
 
-  // Copies at most `most` tokens of the owner from `source` on; how many there were.
+  // Copies at most `most` tokens of the owner from `source` on. Returns their number.
   int read(int64_t source, int64_t owner, int most, int32_t* out) const {
     int count = 0;
     for (; count < most && owners_[(source + count) & mask_] == owner; count++) out[count] = tokens_[(source + count) & mask_];
@@ -113,13 +117,14 @@ class History {
   Index index_;
 };
 
-// The columns of Drafts (raylm/worker/speculation/drafts.py), which has them.
+// The columns of Drafts (raylm/worker/speculation/drafts.py), which owns them.
 struct DraftColumns {
   int32_t rows, most, block_size, index_bits, ring_bits, unused;
-  // By row: drafts [rows][most], how many, and the chance of the next one.
+  // By row: drafts [rows][most], their number, and the probability of the next one.
   int32_t *tokens, *counts;
   double* chances;
-  // By place in the step: its columns, which may have drafts, how many they get, and the places in their new order.
+  // By place in the step: its columns, whether it may have drafts, its number of drafts, and the places in their new
+  // order.
   int64_t *step_rows, *computed, *step_counts, *draws, *may, *added, *order;
 };
 
@@ -130,14 +135,14 @@ struct BatchColumns {
 };
 
 struct Row {
-  uint64_t salt = 0;  // apart from the rows and sequences of before
+  uint64_t salt = 0;  // distinguishes rows and sequences of earlier use
   int64_t owner = 0, indexed = 0, lag = 0, source = 0, made_at = 0;
   int kind = kNone;
   double right = 0, tested = 0;
 };
 
-// A row copies from its own text at a constant distance, its lag, or from an answer of before, as long as it proves
-// right; then the indexes are asked again. Drafts are looked at whether or not they were verified in a step.
+// A row copies from its own text at a constant distance, its lag, or from an earlier answer, as long as the drafts are
+// right. Then the indexes are searched again. Drafts are checked even if no step verified them.
 class Drafts {
  public:
   explicit Drafts(const DraftColumns& columns)
@@ -155,8 +160,8 @@ class Drafts {
 
   void keep(int row, int64_t before) { history_.append(text(row), b_.num_tokens[row], before, rows_[row].owner); }
 
-  // Brings the step's columns up to what is known of rows that decode, and takes out those at their limit: the number
-  // of places left, whose order is in `order`.
+  // Updates the step's columns for rows that decode, and removes rows at their limit. Returns the number of places that
+  // remain; `order` has their order.
   int prepare(int places) {
     int kept = 0;
     for (int at = 0; at < places; at++) {
@@ -171,7 +176,8 @@ class Drafts {
     return kept;
   }
 
-  // Learns from what came since the last drafts of rows that may have some, and makes new ones; whether there are any.
+  // Learns from the tokens since the last drafts of rows that may have drafts, and makes new drafts. Returns whether
+  // there are any.
   bool renew(int places) {
     bool any = false;
     for (int at = 0; at < places; at++) {
@@ -186,7 +192,7 @@ class Drafts {
     return any;
   }
 
-  // Nothing but these tokens may come, or another spelling of them.
+  // Only these tokens may come, or another spelling of them.
   void force(int row, const int32_t* tokens, int count) {
     c_.counts[row] = std::min(count, c_.most);
     std::copy(tokens, tokens + c_.counts[row], c_.tokens + ptrdiff_t(row) * c_.most);
@@ -194,18 +200,18 @@ class Drafts {
     update_chance(row);
   }
 
-  // Only so many of the row's drafts may come.
+  // Cuts the row's drafts to a number.
   void cut(int row, int count) {
     c_.counts[row] = count;
     if (!count) rows_[row].kind = kNone;
     update_chance(row);
   }
 
-  // Writes drafts behind the known tokens; how many in all, by place in `added`.
+  // Writes drafts after the known tokens. Returns their total number, and the number of each place in `added`.
   //
-  // The j-th draft of a row brings a token with the probability `chance` to the power of j. Taken in falling order of
-  // that, each adds a token to the step; the best number of them is where expected draws over predicted time, a line
-  // through `knots`, is highest. At most `most_added` are chosen.
+  // The j-th draft of a row is right with the probability `chance` to the power of j. Drafts are sorted by descending
+  // probability, and each adds a token to the step. The best number of drafts has the highest ratio of expected tokens
+  // to predicted time, a line through `knots`. At most `most_added` are chosen.
   int choose(int places, int most_added, int knots, const double* sizes, const double* seconds) {
     gains_.clear();
     double draws = 0, tokens = 0;
@@ -232,7 +238,7 @@ class Drafts {
     return best;
   }
 
-  // Gives the places their drafts, those with one token first.
+  // Assigns the drafts to the places, places with one token first.
   void arrange(int places) {
     order_.clear();
     for (int pass = 0; pass < 2; pass++)
@@ -276,8 +282,8 @@ class Drafts {
     c_.chances[row] = r.kind ? (r.right + kWeight * expected(r.kind)) / (r.tested + kWeight) : 0;
   }
 
-  // Compares the drafts with what came, up to the first that was wrong; a row whose drafts held goes on copying, and a
-  // lag that was wrong once after it was right is kept.
+  // Compares the drafts with the new tokens, up to the first wrong one. A row whose drafts were right continues to
+  // copy. A lag that was wrong once, after it was right, is kept.
   void learn(int64_t row, int64_t known) {
     Row& r = rows_[row];
     const int64_t fresh = std::max<int64_t>(known - r.made_at, 0), count = c_.counts[row];
@@ -296,7 +302,7 @@ class Drafts {
     if (!held && kind != kKept && kind != kForced) r.lag = 0;
   }
 
-  // Chooses for a row without drafts what is the likeliest to be right.
+  // Chooses the most probable source for a row without drafts.
   void find(int64_t row, int64_t known) {
     Row& r = rows_[row];
     const int32_t* tokens = text(row);

@@ -1,9 +1,9 @@
-// Linear layers whose weights have 4 bits: `weight = (q - zero) * scale`, one scale and zero for each group of inputs.
+// Linear layers with 4-bit weights: `weight = (q - zero) * scale`, with one scale and zero for each group of inputs.
 //
-// Packed like the others, in streams of 16 columns; a 32-bit unit holds 8 neighbours of one column, the first four in the
-// lower halves of its bytes and the others in the upper ones. The inputs are rounded to 8 bits with one scale for each of
-// their groups, as llama.cpp's Q8 blocks are. So the products of a group are summed as integers, which is exact in any
-// order, and scaled once; a zero is taken off as so many times the sum of the group's rounded inputs.
+// Weights are packed in streams of 16 columns, like other types. A 32-bit unit has 8 neighbours of one column, the
+// first four in the lower halves of its bytes and the others in the upper halves. Inputs are rounded to 8 bits with one
+// scale for each group, like llama.cpp's Q8 blocks. So the products of a group are summed as integers, which is exact
+// in any order, and scaled once. A zero is subtracted as a multiple of the sum of the group's rounded inputs.
 #pragma once
 
 #include <algorithm>
@@ -26,7 +26,7 @@ RAYLM_INLINE i32x16 nibble_dot(i32x16 sum, u32x16 weights, uint32_t x) {
   return sum + (i32x16)_mm512_madd_epi16(pairs, _mm512_set1_epi16(1));
 #else
   typedef int16_t i16x32 __attribute__((vector_size(64)));
-  // Two products of 16 bits fit their sum: at most 2 * 15 * 128.
+  // The sum of two products fits in 16 bits: at most 2 * 15 * 128.
   const uint32_t even = uint32_t(uint16_t(int8_t(x))) | uint32_t(int32_t(int8_t(x >> 16))) << 16;
   const uint32_t odd = uint32_t(uint16_t(int8_t(x >> 8))) | uint32_t(int32_t(int8_t(x >> 24))) << 16;
   const i16x32 pairs = bits<i16x32>(weights & 0x00ff00ffu) * bits<i16x32>(splat(even)) +
@@ -40,11 +40,11 @@ RAYLM_INLINE i32x16 nibble_dot(i32x16 sum, u32x16 weights, uint32_t x) {
 struct Int4Stream {
   const uint32_t* words;
   const float* scales;
-  const int32_t* zeros;  // or null, where all are 8
+  const int32_t* zeros;  // or null if all are 8
 };
 
-// R rows of rounded inputs against two streams, while AHEAD streams, `next`, are asked for; `out` holds the totals of all
-// groups.
+// R rows of rounded inputs times two streams, while AHEAD streams, `next`, are prefetched. `out` has the totals over
+// all groups.
 template <int R, int AHEAD>
 __attribute__((noinline)) void int4_tile(const Int4Stream (&streams)[2], const uint32_t* x, const RoundedGroup* rounded,
                                          int depth, int group, const char* const* next, f32x16* out) {
@@ -88,7 +88,7 @@ constexpr auto int4_tiles_of(std::integer_sequence<int, R...>) {
   return std::array{&int4_tile<R + 1, AHEAD>...};
 }
 
-// A product as one phase; all threads of the team call it. `x` is [rows][depth] bytes, `rounded` [rows][groups].
+// A product as one phase. All threads of the team call it. `x` is [rows][depth] bytes, `rounded` [rows][groups].
 template <Into INTO, class Out>
 void int4_product(Team& team, const Linear& w, const uint8_t* x, const RoundedGroup* rounded, int rows, Target<Out> target) {
   constexpr auto rows_of = std::make_integer_sequence<int, kRows>();
@@ -114,7 +114,7 @@ void int4_product(Team& team, const Linear& w, const uint8_t* x, const RoundedGr
     }
     for (int t = 0; t < tiles; t++) {
       const int begin = int(ptrdiff_t(rows) * t / tiles), end = int(ptrdiff_t(rows) * (t + 1) / tiles);
-      // The first tile reads the weights itself; the second has time to ask for the next pair's.
+      // The first tile reads the weights; the second has time to prefetch the next pair.
       const bool asks = t == 1 && next[0];
       f32x16 sums[kRows][2];
       tiles_by_rows[asks][end - begin - 1](pieces, reinterpret_cast<const uint32_t*>(x + ptrdiff_t(begin) * w.depth),

@@ -1,4 +1,4 @@
-// Rounds float weights to the 16 steps of int4.h, as they are loaded.
+// Rounds float weights to the 16 steps of int4.h during loading.
 #pragma once
 
 #include <algorithm>
@@ -12,7 +12,7 @@ namespace raylm {
 constexpr int kClips = 11;
 constexpr float kClipStep = 0.04f;
 
-// The weights of a group in steps from its zero, and the squared error of that in squared steps.
+// The weights of a group in steps from its zero, and the squared error in squared steps.
 struct Int4Steps {
   float scale, zero;
 
@@ -35,8 +35,8 @@ struct Int4Steps {
   }
 };
 
-// One group, a multiple of 16: between its least and its largest weight, both drawn in towards 0 by the share that makes
-// the squared error least.
+// One group, a multiple of 16. The bounds are its smallest and largest weight, both reduced towards 0 by the share that
+// minimizes the squared error.
 template <class T>
 void round_int4(const T* weight, int group, uint8_t* values, float* scale, float* zero) {
   typedef uint8_t u8x16 __attribute__((vector_size(16)));

@@ -1,8 +1,8 @@
-// Linear layers over packed weights: `out = x . weight^T + bias`, for any number of rows.
+// Linear layers with packed weights: `out = x . weight^T + bias`, for any number of rows.
 //
-// Packed form: the columns (rows of the checkpoint's weight) in groups of 16, each group one stream of 32-bit units
-// [units][16], so that a vector register holds 16 columns of one unit and the sum needs no horizontal step. A piece of
-// work is the streams of two groups against all rows: the weights are read from memory once, by one core, in order.
+// Packed form: groups of 16 columns (rows of the checkpoint's weight). Each group is one stream of 32-bit units
+// [units][16], so that a vector register holds 16 columns of one unit and no horizontal sum is needed. A piece of work
+// is the streams of two groups times all rows: one core reads the weights from memory once, in order.
 #pragma once
 
 #include <algorithm>
@@ -18,8 +18,8 @@
 
 namespace raylm {
 
-// One tile: R rows against two groups, sums [R][2] to `out`, while AHEAD groups, `next`, are asked for. Separate
-// functions, so that what becomes of the sums does not multiply their number.
+// One tile: R rows times two groups, with sums [R][2] in `out`, while AHEAD groups, `next`, are prefetched. Separate
+// functions, so that the uses of the sums do not multiply the number of functions.
 template <class T, int R, int AHEAD>
 __attribute__((noinline)) void tile(const uint32_t* const (&streams)[2], const typename Lane<T>::Unit* x, int units,
                                     const char* const* next, typename Lane<T>::Sum* out) {
@@ -54,8 +54,8 @@ struct Finished<int8_t> {
   }
 };
 
-// A product as one phase; all threads of the team call it. `x` is [rows][w.units] units; a piece is a pair of column
-// groups, and a thread asks for its next pair while it computes.
+// A product as one phase. All threads of the team call it. `x` is [rows][w.units] units. A piece is a pair of column
+// groups. A thread prefetches its next pair while it computes.
 template <class T, Into INTO, class Out>
 void product(Team& team, const Linear& w, const typename Lane<T>::Unit* x, const RoundedGroup* rounded, int rows,
              Target<Out> target) {
@@ -80,7 +80,7 @@ void product(Team& team, const Linear& w, const typename Lane<T>::Unit* x, const
     for (int t = 0; t < tiles; t++) {
       const int begin = int(ptrdiff_t(rows) * t / tiles), end = int(ptrdiff_t(rows) * (t + 1) / tiles);
       typename Lane<T>::Sum sums[kRows][2];
-      // The first tile reads the weights itself; the second has time to ask for the next pair's.
+      // The first tile reads the weights; the second has time to prefetch the next pair.
       const bool asks = t == 1 && next[0];
       tiles_by_rows[asks][end - begin - 1](streams, x + ptrdiff_t(begin) * w.units, w.units, next, sums[0]);
       for (int row = begin; row < end; row++) {
@@ -93,7 +93,7 @@ void product(Team& team, const Linear& w, const typename Lane<T>::Unit* x, const
   });
 }
 
-// `out = x . weight^T + bias` by the whole team, in phases of its own: every thread calls it. `x` is [rows][w.depth].
+// `out = x . weight^T + bias` by the whole team, in its own phases. Every thread calls it. `x` is [rows][w.depth].
 template <Into INTO, class T, class Out>
 void linear(Team& team, const Linear& w, const T* x, int rows, Quantized scratch, Target<Out> target) {
   if (w.kind == kInt8) {
@@ -115,7 +115,7 @@ void linear(Team& team, const Linear& w, const T* x, int rows, Quantized scratch
   }
 }
 
-// Bring [columns][units] words into packed form, [ceil(columns / 16)][units][16]; columns that only fill up are 0.
+// Packs [columns][units] words to [ceil(columns / 16)][units][16]. Padding columns are 0.
 inline void pack(Team& team, const uint32_t* from, int columns, int units, uint32_t* to) {
   team.each((columns + kLanes - 1) / kLanes, [&](int group) {
     for (int lane = 0; lane < kLanes; lane++) {

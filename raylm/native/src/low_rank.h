@@ -1,7 +1,8 @@
-// What LoRA adapters (Hu et al. 2021) add to linear layers: `out += up . (down . x)` for the tokens that have one.
+// Products of LoRA adapters (Hu et al. 2021), which are added to linear layers: `out += up . (down . x)`.
 //
-// A step's tokens stand in runs of the same adapter. Two phases a layer: first every run's product down, into rows of
-// its rank; after the layer's own product up from there, each part of a fused layer into its own columns.
+// A step's tokens form runs with the same adapter. Each layer has two phases. The first computes every run's product
+// with `down`, in rows of its rank. After the layer's own product, the second multiplies by `up`, each part of a fused
+// layer in its own columns.
 #pragma once
 
 #include <algorithm>
@@ -16,13 +17,13 @@ enum Site { kQkv, kOutput, kGateUp, kDown, kSites };
 // Shared with Python (library.py): keep the order.
 struct LowRankPart {
   Linear up;        // [columns of the part][rank], the depth a multiple of 16
-  int32_t column;   // where the part begins in the layer's output
-  int32_t rank_at;  // where its rank begins in what `down` gives
+  int32_t column;   // first column of the part in the layer's output
+  int32_t rank_at;  // first place of its rank in the result of `down`
 };
 
 struct LowRank {
-  Linear down;    // the parts' products one below the other
-  int32_t parts;  // 0 where the adapter leaves the layer alone
+  Linear down;    // the parts' products, stacked
+  int32_t parts;  // 0 if the adapter does not change the layer
   int32_t unused;
   LowRankPart part[3];
 };
@@ -42,7 +43,7 @@ class LowRankProducts {
   typedef typename Lane<T>::Unit Unit;
 
  public:
-  // Cut the runs of a step into chunks that threads share; called before the team runs.
+  // Cuts the runs of a step into chunks that threads share. Called before the team runs.
   void plan_for(const Adapters& adapters) {
     chunks_.clear();
     for (int i = 0; i < adapters.count; i++) {
@@ -55,13 +56,13 @@ class LowRankProducts {
 
   bool any() const { return !chunks_.empty(); }
 
-  // The products down of a layer's input; every thread calls it. `x` is [tokens][depth].
+  // The products of a layer's input with `down`. Every thread calls it. `x` is [tokens][depth].
   void begin(Team& team, int site, const T* x, int depth) {
     each(team, [&](int at) { return tasks(chunks_[at].sites[site].down.columns, kDownColumns); },
          [&](int at, int task) { down(at, site, task, x, depth); });
   }
 
-  // Add to the output of the layer, after its own product; every thread calls it.
+  // Adds to the output of the layer, after its own product. Every thread calls it.
   template <class Out>
   void finish(Team& team, int site, Target<Out> target) {
     each(team,
@@ -85,7 +86,7 @@ class LowRankProducts {
 
   static int tasks(int columns, int each) { return (columns + each - 1) / each; }
 
-  // The tasks of all chunks, counted one after the other, as one phase.
+  // The tasks of all chunks, numbered in order, as one phase.
   template <class Count, class Work>
   void each(Team& team, const Count& count, const Work& work) {
     int total = 0;
@@ -97,7 +98,7 @@ class LowRankProducts {
     });
   }
 
-  // What `down` gives for a chunk, the parts one after the other, each [rows][its rank].
+  // The result of `down` for a chunk, the parts in order, each [rows][its rank].
   T* low(int at, int rank_at) { return &low_[size_t(at) * kChunk * kWidest] + chunks_[at].rows * rank_at; }
 
   void down(int at, int site, int task, const T* x, int depth) {
@@ -127,7 +128,7 @@ class LowRankProducts {
     });
   }
 
-  // Columns `first` .. of `w` against `rows` of x; `put(row, column, sums of 16 columns)`.
+  // Columns `first` .. of `w` times `rows` of x; `put(row, column, sums of 16 columns)`.
   template <class Put>
   static void columns(const Linear& w, const Unit* x, int rows, int first, int count, const Put& put) {
     constexpr auto tile_of = tiles_of<T, 0>(std::make_integer_sequence<int, kRows>());

@@ -1,4 +1,4 @@
-// The largest logit of each row and where it is.
+// The largest logit of each row and its index.
 #pragma once
 
 #include <limits>
@@ -10,8 +10,8 @@
 namespace raylm {
 
 struct Peak {
-  float value;  // NaN if there is one
-  int64_t at;   // of equals the first
+  float value;  // NaN if the row has one
+  int64_t at;   // the first of equals
 };
 
 inline Peak peak_of(const float* from, int64_t count) {
@@ -45,7 +45,7 @@ inline Peak peak_of(const float* from, int64_t count) {
   return {value, at};
 }
 
-// Of `rows` rows of `columns` logits, `stride` apart.
+// For `rows` rows of `columns` logits, `stride` apart.
 inline void peaks(Team& team, const float* logits, int rows, int64_t columns, ptrdiff_t stride, float* values,
                   int64_t* at) {
   constexpr int64_t kPart = 16384;

@@ -1,4 +1,4 @@
-// What a linear layer is to the kernels, and what becomes of its product.
+// A linear layer as the kernels use it, and the output of its product.
 #pragma once
 
 #include <cstddef>
@@ -10,42 +10,43 @@ namespace raylm {
 
 enum Kind : int32_t { kFloat32 = 0, kBfloat16 = 1, kInt8 = 2, kInt4 = 3 };
 
-// Shared with Python (library.py): keep the order. `columns` is a multiple of 16, `units` counts 32-bit words of a row.
+// Shared with Python (library.py): keep the order. `columns` is a multiple of 16, `units` is the number of 32-bit words
+// in a row.
 struct Linear {
   int32_t kind;
   int32_t columns;
-  int32_t depth;  // values summed over
+  int32_t depth;  // number of values summed
   int32_t units;
   const uint32_t* packed;  // [columns / 16][units][16]
   const float* bias;       // [columns], or null
   const float* scales;     // int8: [columns]; int4: [columns / 16][depth / group][16]
   const int32_t* sums;     // int8: [columns], 128 * sum of the column's weights
-  const int32_t* zeros;    // int4: as the scales, or null where every zero is 8
+  const int32_t* zeros;    // int4: like the scales, or null if every zero is 8
   int32_t group;           // int4: inputs that share a scale, a multiple of 8
   int32_t unused;
 };
 
-// Rows of one tile, against two groups of columns.
+// Rows of one tile, for two groups of columns.
 #if defined(__AVX512F__)
 constexpr int kRows = 12;  // 12 rows by 2 groups: 24 of 32 registers hold sums
 #else
 constexpr int kRows = 3;  // 3 rows by 2 groups of 2 registers: 12 of 16
 #endif
 
-// How many units ahead a tile of R rows asks for the weights that it reads: fewer rows read as fast as memory serves, and
-// the processor runs ahead by itself.
+// The number of units that a tile of R rows prefetches its weights ahead. Fewer rows are limited by memory, and the
+// processor prefetches by itself.
 template <int R>
 constexpr int kOwnAhead = R > 8 ? 64 : 0;
 
-// What becomes of a product.
+// The output of a product.
 enum class Into { kStore, kAdd, kGate };
 
 struct Silu {
   static RAYLM_INLINE f32x16 of(f32x16 x) { return x / (1.0f + exp(-max(x, splat(-80.0f)))); }
 };
 
-// Where the result goes: `out` [rows][stride] of type Out. With kGate the first half of the columns gates the second,
-// with kAdd it is added to `before`, which may be `out`.
+// The destination: `out` [rows][stride] of type Out. With kGate the first half of the columns gates the second. With
+// kAdd the result is added to `before`, which may be `out`.
 template <class Out>
 struct Target {
   Out* out;

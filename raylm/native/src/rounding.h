@@ -1,5 +1,5 @@
-// The inputs of a product rounded to 8 bits: symmetric, the steps of a row's own, so that no request of a batch changes
-// another's numbers.
+// Rounds the inputs of a product to 8 bits: symmetric, with each row's own step, so that no row changes another row's
+// result.
 #pragma once
 
 #include <algorithm>
@@ -10,7 +10,7 @@
 
 namespace raylm {
 
-// A group of rounded inputs of a row: the length of a step, and the sum of all in steps.
+// A group of rounded inputs of a row: the length of a step, and the sum of all inputs in steps.
 struct RoundedGroup {
   float scale;
   int32_t sum;
@@ -22,7 +22,7 @@ struct Quantized {
   RoundedGroup* groups;  // int8: [rows]; int4: [rows][depth / group]
 };
 
-// The memory of some of them, each for rows of any depth up to the one reserved.
+// Memory for several of them, each for rows of any depth up to the reserved one.
 struct QuantizedSpace {
   void reserve(size_t rows, size_t depth) {
     values.resize(rows * depth);
@@ -52,7 +52,7 @@ RoundedGroup round_inputs(const T* x, int count, uint8_t* out) {
   const f32x16 magic = splat(12582912.0f);  // 1.5 * 2^23: adding it rounds to an integer
   i32x16 sums = {};
   for (i = 0; i + kLanes <= count; i += kLanes) {
-    // Of what is not finite the low 8 bits are kept, as of all, so that no sum overflows.
+    // Values that are not finite also keep their low 8 bits, so that no sum overflows.
     const i32x16 steps = bits<i32x16>(load_wide(x + i) * inverse + magic) - bits<int32_t>(12582912.0f);
     const i32x16 value = (steps << 24) >> 24;
     sums += value;

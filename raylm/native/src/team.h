@@ -1,11 +1,11 @@
-// A team of threads that walks through the phases of a step together.
+// A team of threads that runs the phases of a step together.
 //
-// A phase is a number of pieces of work, and it is over when all of them are done, by whichever thread. So a thread that
-// the system has taken off its core delays the others by the piece that it holds, and not by its absence. Where a step
-// allows it (`Redo::kYes`), not even by that: threads that have nothing left do such a piece again, and go on.
+// A phase is a number of pieces of work. It ends when all pieces are done, by any threads. So if the system takes a
+// thread off its core, the others wait only for the piece that it holds. If a step allows it (`Redo::kYes`), they do
+// not wait even for that: threads without work compute this piece again, and continue.
 //
-// Threads wait for the end of a phase by spinning, which costs about a microsecond, and sleep when that takes long: an
-// idle model uses no processor. How many of them take part can be set before each step.
+// Threads wait for the end of a phase by spinning, which costs about a microsecond, and sleep if it takes long, so that
+// an idle model uses no processor. The number of threads that take part can be set before each step.
 #pragma once
 
 #include <algorithm>
@@ -21,8 +21,8 @@
 
 namespace raylm {
 
-// Whether a piece may be computed twice, by threads that know nothing of each other, the second one as late as at the
-// end of the step: it must read only what does not change within the step, and write the same bits to the same place.
+// Whether a piece may be computed twice, by independent threads, the second time as late as at the end of the step.
+// Such a piece must read only data that do not change within the step, and write the same bits to the same place.
 enum class Redo { kNo, kYes };
 
 class Team {
@@ -38,14 +38,14 @@ class Team {
     for (auto& thread : threads_) thread.join();
   }
 
-  // All threads there are; what is laid out by their number does not depend on how many take part.
+  // The number of all threads. Memory layouts that use it do not depend on how many take part.
   int size() const { return size_; }
 
-  // From now on so many threads take part, from 1 to all; not to be called within run.
+  // Sets the number of threads that take part, from 1 to all. Must not be called within run.
   void use(int threads) { active_ = threads; }
 
-  // Run `work(thread)` on every thread that takes part, the caller being thread 0; returns when all have ended. All of
-  // them walk through the same phases.
+  // Runs `work(thread)` on every thread that takes part; the caller is thread 0. Returns when all have ended. All
+  // threads run the same phases.
   void run(const std::function<void(int)>& work, Redo redo = Redo::kNo) {
     if (first_ > kMostPhases) start_anew();
     work_ = &work;
@@ -58,9 +58,9 @@ class Team {
     first_ = seats_[0].phase;
   }
 
-  // A phase of `count` pieces that lie in memory one after the other: `work(piece, next)`, where `next` is the piece
-  // that this thread does after it, or `count`. A thread begins with those of its own stretch, so that it reads on where
-  // it was, which memory serves faster, and goes on with what others have left.
+  // A phase of `count` pieces that are consecutive in memory: `work(piece, next)`, where `next` is the piece that this
+  // thread does next, or `count`. A thread begins with the pieces of its own stretch, because sequential reads are
+  // faster, and then takes pieces that others have left.
   template <class Work>
   void share(int count, const Work& work) {
     if (count == 0) return;
@@ -80,7 +80,7 @@ class Team {
     if (done) report(phase, done, count);
     if (redo && !is_over_within(phase, patience(Clock::now() - began, done))) {
       for (int i = 0; i < count && !is_over(phase); i++) {
-        const int piece = (i + count / active_ * seat_) % count;  // others begin elsewhere
+        const int piece = (i + count / active_ * seat_) % count;  // others begin at another piece
         if (is_marked(phase, piece)) continue;
         work(piece, count);
         mark(phase, piece);
@@ -91,7 +91,7 @@ class Team {
     for (unsigned last; (last = over_.load(std::memory_order_acquire)) < phase;) await(over_, last, kPhaseSpins);
   }
 
-  // A phase of `count` equal pieces of work, in runs that are neither many nor few.
+  // A phase of `count` equal pieces of work, in runs of medium size.
   template <class Work>
   void each(int count, const Work& work) {
     const int run = std::max(1, count / (size_ * 8));
@@ -103,10 +103,10 @@ class Team {
  private:
   typedef std::chrono::steady_clock Clock;
 
-  // How long to spin before sleeping: within a step some 50 microseconds; between steps a few milliseconds, in which
-  // the next one usually comes, and waking a virtual processor takes longer than many a phase.
+  // How long to spin before sleeping: within a step about 50 microseconds; between steps a few milliseconds, in which
+  // the next step usually arrives. Waking a virtual processor takes longer than many phases.
   static constexpr int kPhaseSpins = 3000, kStepSpins = 150000;
-  static constexpr int kMostMarks = 8192;  // phases of more pieces are not done again
+  static constexpr int kMostMarks = 8192;  // pieces of larger phases are not computed again
   static constexpr unsigned kMostPhases = 1u << 31;
   static constexpr Clock::duration kLeastPatience = std::chrono::microseconds(40);
 
@@ -121,8 +121,8 @@ class Team {
     return false;
   }
 
-  // The next piece that no thread has; `count` when there is none. A word of a seat holds its phase too, so that it need
-  // not be reset, and a late thread takes nothing of a later phase.
+  // The next piece that no thread has taken; `count` if there is none. A seat's word includes its phase, so that it
+  // need not be reset, and a late thread cannot take a piece of a later phase.
   int claim(unsigned phase, int count) {
     for (int i = 0; i < active_; i++) {
       const int whose = (seat_ + i) % active_;
@@ -139,10 +139,10 @@ class Team {
     return count;
   }
 
-  // Whether a piece has been done; known only where pieces may be done again.
+  // Whether a piece is done. Only known if pieces may be computed again.
   bool is_marked(unsigned phase, int piece) const { return marks_[piece].load(std::memory_order_acquire) >= phase; }
 
-  // A piece is done; false if another thread was faster.
+  // Marks a piece as done. Returns false if another thread was faster.
   bool mark(unsigned phase, int piece) {
     unsigned last = marks_[piece].load(std::memory_order_relaxed);
     while (last < phase)
@@ -150,7 +150,7 @@ class Team {
     return false;
   }
 
-  // So many pieces more are done; who reports the last one ends the phase.
+  // Counts pieces as done. The thread that reports the last piece ends the phase.
   void report(unsigned phase, int done, int count) {
     uint64_t word = done_.load(std::memory_order_relaxed);
     while (unsigned(word >> 32) <= phase) {
@@ -167,12 +167,12 @@ class Team {
       if (over_.compare_exchange_weak(last, phase, std::memory_order_acq_rel)) return over_.notify_all();
   }
 
-  // How long to wait for those who work before their pieces are done again: each holds two at most.
+  // How long to wait for working threads before their pieces are computed again. Each holds at most two.
   static Clock::duration patience(Clock::duration spent, int pieces) {
     return std::max<Clock::duration>(kLeastPatience, pieces ? spent / pieces * 5 / 2 : spent);
   }
 
-  // Phases are numbered through all steps; before the numbers end, while no step runs.
+  // Phases are numbered across steps. Restarts the numbers before they overflow, while no step runs.
   void start_anew() {
     for (Seat& seat : seats_) seat.taken.store(0);
     for (auto& mark : marks_) mark.store(0);
@@ -187,8 +187,8 @@ class Team {
 #endif
   }
 
-  // Spin, then sleep, until `value` is not `old` any more: a core that spins while another thread of the team waits for
-  // a core would keep it from running, and everybody would wait for that.
+  // Spins, then sleeps, until `value` is not `old`. A core that spins while another thread of the team waits for a core
+  // would keep that thread from running, and all would wait.
   template <class Value>
   static void await(const std::atomic<Value>& value, Value old, int most) {
     for (int spins = 0; spins < most; spins++) {
@@ -220,15 +220,15 @@ class Team {
     }
   }
 
-  // Where a thread waits for the next step that it takes part in, the phase that it is in (which only it reads), and
-  // how much of its stretch is taken: the phase, then the pieces.
+  // The place where a thread waits for its next step, its phase (read only by the thread), and the taken part of its
+  // stretch: the phase, then the pieces.
   struct alignas(64) Seat {
     std::atomic<unsigned> round{0};
     unsigned phase = 0;
     alignas(64) std::atomic<uint64_t> taken{0};
   };
 
-  inline static thread_local int seat_ = 0;  // of this thread; who calls run is 0
+  inline static thread_local int seat_ = 0;  // of this thread; the thread that calls run has 0
 
   const int size_;
   int active_;
@@ -239,9 +239,9 @@ class Team {
   std::vector<std::thread> threads_;
   const std::function<void(int)>* work_ = nullptr;
   std::atomic<bool> ending_{false};
-  alignas(64) std::atomic<uint64_t> done_{0};  // a phase, then how many of its pieces have been reported
+  alignas(64) std::atomic<uint64_t> done_{0};  // a phase, then the number of its pieces that are done
   alignas(64) std::atomic<int> arrived_{0};
-  alignas(64) std::atomic<unsigned> over_{0};  // the last phase of which all is done
+  alignas(64) std::atomic<unsigned> over_{0};  // the last phase that has ended
 };
 
 }  // namespace raylm

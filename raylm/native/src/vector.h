@@ -1,6 +1,6 @@
-// Sixteen lanes of 32 bits, and the one operation that differs between instruction sets: the dot product of packed pairs.
+// Sixteen lanes of 32 bits, and the operation that differs between instruction sets: the dot product of packed pairs.
 //
-// GCC and Clang lower these vectors to whatever the target has: one AVX-512 register, two of AVX2, four of SSE or NEON.
+// GCC and Clang compile these vectors for each target: one AVX-512 register, two of AVX2, four of SSE or NEON.
 #pragma once
 
 #include <cstddef>
@@ -71,7 +71,7 @@ RAYLM_INLINE float highest(f32x16 v) {
   return top;
 }
 
-// exp(x) for x <= 88, relative error under 1e-7, and next to 0 for all x below -87: 2^n times a polynomial on
+// exp(x) for x <= 88, with a relative error under 1e-7, and almost 0 for all x below -87: 2^n times a polynomial on
 // [-ln2/2, ln2/2], as in Cephes.
 RAYLM_INLINE f32x16 exp(f32x16 x) {
   x = max(x, splat(-87.0f));
@@ -98,7 +98,7 @@ RAYLM_INLINE f32x16 exp(f32x16 x) {
 #endif
 }
 
-// bfloat16 as stored; arithmetic is float.
+// bfloat16 as stored. Arithmetic is in float.
 struct bf16 {
   uint16_t raw;
 };
@@ -106,7 +106,7 @@ struct bf16 {
 RAYLM_INLINE float widen(bf16 x) { return bits<float>(uint32_t(x.raw) << 16); }
 RAYLM_INLINE float widen(float x) { return x; }
 
-// Round to nearest, ties to even; a NaN stays one.
+// Rounds to nearest, ties to even. NaN stays NaN.
 template <class T>
 RAYLM_INLINE T narrow(float x);
 template <>
@@ -143,7 +143,7 @@ RAYLM_INLINE void store_narrow(bf16* to, f32x16 v) {
 #endif
 }
 
-// How a type is multiplied: `kPack` neighbours along the summed dimension form one 32-bit unit.
+// The multiplication of a type: `kPack` neighbours along the summed dimension form one 32-bit unit.
 template <class T>
 struct Lane;
 
@@ -172,7 +172,7 @@ struct Lane<bf16> {
   }
 };
 
-// Signed weights by activations that are stored with 128 added, so that they are unsigned.
+// Signed weights times activations that are stored with 128 added, so that they are unsigned.
 template <>
 struct Lane<int8_t> {
   static constexpr int kPack = 4;
@@ -191,10 +191,10 @@ struct Lane<int8_t> {
   }
 };
 
-// sums[r][v] += rows[r] . columns[v] over `units`: R rows of x against 16 columns in each of V streams.
-// Stream v holds its units one after the other, `stride` 32-bit words apart, 16 columns side by side.
-// The streams are asked for OWN units ahead, where that is not 0, and in each unit a cache line of each of AHEAD streams in
-// `next`, which another call reads soon and whose lines are `next_stride` bytes apart.
+// sums[r][v] += rows[r] . columns[v] over `units`: R rows of x times 16 columns in each of V streams. The units of
+// stream v are `stride` 32-bit words apart, with 16 columns side by side. Prefetches the streams OWN units ahead, if it
+// is not 0, and in each unit a cache line of each of AHEAD streams in `next`. Another call reads these soon, and their
+// lines are `next_stride` bytes apart.
 template <class T, int R, int V, int OWN = 0, int AHEAD = 0>
 RAYLM_INLINE void multiply(typename Lane<T>::Sum (&sums)[R][V], const typename Lane<T>::Unit* x, ptrdiff_t x_stride,
                            const uint32_t* const (&streams)[V], ptrdiff_t stride, int units,

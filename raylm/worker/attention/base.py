@@ -96,7 +96,10 @@ class AttentionBackend(ABC, Generic[PlanT]):
         return None
 
     def refill(self, plan: PlanT, metadata: AttentionMetadata, scratch_slot: int) -> bool:
-        """Take a step over into a plan that stays in place, False if it does not fit; what pads goes to the slot."""
+        """Copy a step to a plan with fixed memory. Padding is written to the slot.
+
+        Returns False if the step does not fit.
+        """
         raise AssertionError("it has no plan that stays in place")
 
     @abstractmethod
