@@ -104,7 +104,7 @@ async def read():
         pass
 async def main():
     task = asyncio.create_task(read())
-    await asyncio.sleep(1)
+    await asyncio.sleep(0)
     await asyncio.to_thread(say_and_wait)
     task.cancel()
     await asyncio.gather(task, return_exceptions=True)

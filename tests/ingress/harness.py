@@ -9,6 +9,7 @@ from typing import Any, Literal
 
 import httpx
 import orjson
+import pytest
 import uvicorn
 from starlette.applications import Starlette
 
@@ -65,6 +66,31 @@ def typed_events(text: str) -> list[dict[str, Any]]:
         assert name == f"event: {event['type']}"
         found.append(event)
     return found
+
+
+class Deadlines:
+    """The time limits of clients that wait an hour, which the test lets run out."""
+
+    S = 3600.0
+
+    def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        loop = asyncio.get_running_loop()
+        call_later = loop.call_later
+        self.timers: list[asyncio.TimerHandle] = []
+
+        def noting(delay: float, *args: Any, **options: Any) -> asyncio.TimerHandle:
+            timer = call_later(delay, *args, **options)
+            if delay == self.S:
+                self.timers.append(timer)
+            return timer
+
+        monkeypatch.setattr(loop, "call_later", noting)
+
+    def run_out(self) -> None:
+        """Let all end that are open."""
+        for timer in self.timers:
+            if not timer.cancelled():
+                timer._run()
 
 
 async def until(condition: Callable[[], bool]) -> None:

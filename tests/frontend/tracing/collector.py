@@ -21,6 +21,7 @@ class Collector:
         self.bodies: list[bytes] = []
         self.paths: list[str] = []
         self.refused = 0
+        self.has_refused = threading.Event()
         self.requests: list[ExportTraceServiceRequest] = []
         self.port = 0
 
@@ -74,6 +75,7 @@ class Collector:
                     collector.requests.append(ExportTraceServiceRequest.FromString(body))
                 else:
                     collector.refused += 1
+                    collector.has_refused.set()
                 self.send_response(collector.status)
                 self.send_header("content-length", "0")
                 self.end_headers()

@@ -208,7 +208,7 @@ async def test_each_view_fits_a_telephone(page: Page, view: str) -> None:
         await page.size(390, 800, mobile=True)
         await page.goto(f"{url}/console#/{view}")
         await page.until("document.querySelector('#live').textContent === 'live'")
-        await asyncio.sleep(0.3)
+        await page.run("new Promise(drawn => requestAnimationFrame(() => requestAnimationFrame(drawn)))")
         assert await page.run("document.documentElement.scrollWidth <= innerWidth")
     assert page.faults == []
 

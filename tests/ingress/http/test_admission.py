@@ -16,7 +16,7 @@ from raylm.errors import InvalidRequestError
 from raylm.frontend import Admission
 from raylm.ingress.http.endpoint import request_timeout_s
 from tests.ingress.fake_llm import FakeAsyncLLM
-from tests.ingress.harness import CHAT, TEXT, client_of, events, served, until
+from tests.ingress.harness import CHAT, TEXT, Deadlines, client_of, events, served, until
 from tests.ingress.http.test_streams import held
 from tests.ingress.refused import JSON, error_of
 from tests.ingress.test_real_llm import running_stack, wanted
@@ -120,30 +120,37 @@ async def test_refusals_leave_nothing_in_the_queue(client: httpx.AsyncClient, ll
 
 
 @pytest.mark.parametrize("stream", [False, True])
-@pytest.mark.parametrize("header", [("x-stainless-read-timeout", "0.2"), ("x-stainless-timeout", "0.2"),
-                                    ("request-timeout-ms", "200")])  # fmt: skip
+@pytest.mark.parametrize("header", [("x-stainless-read-timeout", "3600"), ("x-stainless-timeout", "3600"),
+                                    ("request-timeout-ms", "3600000")])  # fmt: skip
 async def test_who_waited_longer_than_his_client_is_dropped(
-    app: Starlette, llm: FakeAsyncLLM, stream: bool, header: tuple[str, str]
+    app: Starlette, llm: FakeAsyncLLM, monkeypatch: pytest.MonkeyPatch, stream: bool, header: tuple[str, str]
 ) -> None:
-    llm.gate, llm.open_outputs = asyncio.Event(), 0
+    llm.gate, llm.open_outputs, deadlines = asyncio.Event(), 0, Deadlines(monkeypatch)
     async with client_of(app) as client:
-        answer = await client.post("/v1/completions", json=TEXT | {"stream": stream}, headers=dict([header]))
-        error = error_of(answer, 504)
+        call = client.post("/v1/completions", json=TEXT | {"stream": stream}, headers=dict([header]))
+        asking = asyncio.create_task(call)
+        await until(lambda: bool(llm.calls))
+        deadlines.run_out()
+        error = error_of(await asking, 504)
         assert (error["type"], error["code"]) == ("timeout_error", "deadline_exceeded")
         await until(lambda: llm.calls[0].ended == "aborted" and held(app) == 0)
         llm.gate.set()
         assert (await client.post("/v1/completions", json=TEXT, headers=dict([header]))).status_code == 200
 
 
-async def test_a_stream_that_has_begun_has_no_deadline(app: Starlette, llm: FakeAsyncLLM) -> None:
-    llm.gate = asyncio.Event()
+async def test_a_stream_that_has_begun_has_no_deadline(
+    app: Starlette, llm: FakeAsyncLLM, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    llm.gate, deadlines = asyncio.Event(), Deadlines(monkeypatch)
     async with served(app) as url, httpx.AsyncClient(base_url=url) as client:
-        headers = {"request-timeout-ms": "150"}
-        task = asyncio.create_task(client.post("/v1/completions", json=TEXT | {"stream": True}, headers=headers))
-        await until(lambda: len(llm.calls) == 1)
-        await asyncio.sleep(0.3)
-        llm.gate.set()
-        assert events((await task).text)[-1] == "[DONE]"
+        headers, body = {"request-timeout-ms": "3600000"}, TEXT | {"stream": True}
+        async with client.stream("POST", "/v1/completions", json=body, headers=headers) as answer:
+            assert answer.status_code == 200
+            assert len(deadlines.timers) == 1
+            deadlines.run_out()
+            llm.gate.set()
+            text = "".join([part async for part in answer.aiter_text()])
+        assert events(text)[-1] == "[DONE]"
 
 
 async def test_the_official_client_tells_its_patience(app: Starlette, llm: FakeAsyncLLM) -> None:

@@ -18,7 +18,7 @@ from raylm.frontend import AsyncLLM
 from raylm.ingress import build_asgi_app
 from raylm.ingress.responses.create import CreateResponse
 from raylm.ingress.responses.store import LEASE_S, ResponseStore
-from tests.ingress.harness import client_of, typed_events
+from tests.ingress.harness import client_of, typed_events, until
 from tests.ingress.openai.test_openai_schema import check
 from tests.ingress.refused import error_of
 from tests.ingress.writing_engine import SAID, WritingEngine
@@ -166,7 +166,7 @@ async def test_a_lost_response_goes_on_elsewhere(tmp_path: Path, quota: int, see
             await asyncio.sleep(0.01)
         while not (found := store._database.execute("SELECT id FROM responses").fetchall()):  # noqa: ASYNC110
             await asyncio.sleep(0.01)
-        await asyncio.sleep(0.1)
+        await first.responses._store._do(lambda: None)  # what came before it is kept
     ((response_id,),) = found
     told = await store.follow("", response_id, -1) if quota else None
     if told is not None:
@@ -287,7 +287,7 @@ async def test_an_ingress_that_ends_leaves_its_responses_to_others(tmp_path: Pat
     first.engine.quota = 1
     response_id = (await first.create(seed=0)).json()["id"]
     async with replica(path) as second:
-        await asyncio.sleep(0.1)
+        await until(lambda: first.engine.quota == 0)
         await first.responses._gate.lifecycle.drain(0.0)
         while not second.engine.added:
             await second.responses.take_over_once()
