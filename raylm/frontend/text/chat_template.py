@@ -229,13 +229,13 @@ def _prepare_call(where: str, call: Any) -> dict[str, Any]:
         raise InvalidRequestError(f"{where} must hold a function.", param=where)
     arguments = function.get("arguments")
     if isinstance(arguments, str):
-        arguments = past_arguments(arguments)
+        arguments = read_arguments(arguments)
     given = {name: value for name, value in call.items() if value is not None}
     return given | {"function": {**function, "arguments": arguments}}
 
 
-def past_arguments(text: str) -> dict[str, Any]:
-    """The arguments of an earlier call, as the object that templates need.
+def read_arguments(text: str) -> dict[str, Any]:
+    """The arguments of a call that a model made, as the object that templates and Anthropic's API expect.
 
     If a token limit cut the call, open strings, arrays and objects are closed, and a key without a value is dropped. A
     text that is not a JSON object becomes the value of a single key ``arguments``.

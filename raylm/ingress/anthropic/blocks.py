@@ -4,8 +4,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-import orjson
-
+from raylm.frontend import read_arguments
 from raylm.ingress.http.body import JSONObject
 
 if TYPE_CHECKING:
@@ -67,7 +66,7 @@ class MessageBlocks:
             events.append(self._event("delta", delta={"type": "signature_delta", "signature": SIGNATURE}))
         if self.blocks and kind in _KINDS:
             _, _, field = _KINDS[kind]
-            self.blocks[-1] |= {"input": _as_object(text)} if kind == "tool_use" else {field: text}
+            self.blocks[-1] |= {"input": read_arguments(text)} if kind == "tool_use" else {field: text}
             if kind == "thinking":
                 self.blocks[-1]["signature"] = SIGNATURE
         return [*events, self._event("stop")]
@@ -86,12 +85,3 @@ class MessageBlocks:
 
     def _event(self, kind: str, **fields: object) -> JSONObject:
         return {"type": f"content_block_{kind}", "index": self._num_told + len(self.blocks) - 1} | fields
-
-
-def _as_object(arguments: str) -> JSONObject:
-    """A call's arguments as an object; empty if max_tokens cut them off."""
-    try:
-        found = orjson.loads(arguments or "{}")
-    except orjson.JSONDecodeError:
-        return {}
-    return found if isinstance(found, dict) else {}

@@ -19,8 +19,8 @@ from raylm.frontend.text import chat_template, template_process
 from raylm.frontend.text.chat_template import (
     ChatRequest,
     ChatTemplate,
-    past_arguments,
     prepare_messages,
+    read_arguments,
 )
 from raylm.frontend.text.template_process import check_templates
 from tests.frontend.checkpoints import TEMPLATE
@@ -87,7 +87,7 @@ async def test_text_parts_are_joined() -> None:
     ],
 )
 async def test_arguments_of_the_past_are_read_as_far_as_they_go(text: str, read: dict[str, Any]) -> None:
-    assert past_arguments(text) == read
+    assert read_arguments(text) == read
     call = {"id": "c", "type": "function", "function": {"name": "f", "arguments": text}}
     messages = [*HI, {"role": "assistant", "tool_calls": [call]}]
     given = "messages[-1].tool_calls[0].function.arguments"

@@ -12,6 +12,7 @@ import pytest
 from starlette.applications import Starlette
 
 from raylm.errors import EngineDiedError
+from raylm.frontend import read_arguments
 from raylm.ingress.anthropic.blocks import SIGNATURE
 from tests.ingress.fake_llm import FakeAsyncLLM, think_and_call
 from tests.ingress.harness import served, typed_events
@@ -130,6 +131,33 @@ async def test_thoughts_text_and_calls_are_blocks(client: httpx.AsyncClient, llm
     assert pieces[:2] == ["Hm.", "I ask."]
     assert signatures == [(0, SIGNATURE)]
     assert [json.loads(piece) for piece in pieces[2:]] == [{"a": 0}, {"a": 1}]
+
+
+async def test_a_call_that_a_limit_cut_has_what_is_there_of_its_input(
+    client: httpx.AsyncClient, llm: FakeAsyncLLM
+) -> None:
+    """As its stream has, and as chat completions and responses have as a text."""
+    think_and_call(llm)
+    llm.reply = '<tool_call>\n{"name": "f", "arguments": {"city": "Köln", "days": [1, 22]}}\n</tool_call>'
+    inputs: list[Any] = []
+    for limit in range(30, len(llm.reply.encode()) + 1):
+        content = (await create(client, tools=TOOLS, max_tokens=limit))["content"]
+        inputs += [block["input"] for block in content if block["type"] == "tool_use"]
+        streamed = [event for event in await stream(client, tools=TOOLS, max_tokens=limit) if "delta" in event]
+        text = "".join(event["delta"].get("partial_json", "") for event in streamed)
+        function = {"type": "function", "function": {"name": "f", "parameters": {}}}
+        chat = BODY | {"max_tokens": limit, "tools": [function]}
+        message = (await client.post("/v1/chat/completions", json=chat)).json()["choices"][0]["message"]
+        assert text == "".join(call["function"]["arguments"] for call in message["tool_calls"] or ())
+        assert inputs[-1:] == ([read_arguments(text)] if content else [])
+    told = [found for at, found in enumerate(inputs) if found not in inputs[:at]]
+    cities = [{"city": "Köln"[:end]} for end in range(5)]
+    days: list[list[int]] = [[], [1], [1, 2], [1, 22]]
+    assert [found for found in told if found != {"city": "K�"}] == [
+        {},
+        *cities,
+        *({**cities[-1], "days": d} for d in days),
+    ]
 
 
 async def test_blocks_become_messages(client: httpx.AsyncClient, llm: FakeAsyncLLM) -> None:

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from typing import Any
+from urllib.parse import unquote
 
 import orjson
 
@@ -10,6 +12,7 @@ from raylm.frontend.answers.tool_parsers.hermes import HermesParser
 
 _FUNCTION, _FUNCTION_END = "<function=", "</function>"
 _PARAMETER, _PARAMETER_END = "<parameter=", "</parameter>"
+_MOST_SCHEMAS = 64  # schemas read to find the types of one parameter
 
 
 class Qwen3CoderParser(HermesParser):
@@ -19,7 +22,7 @@ class Qwen3CoderParser(HermesParser):
     match JSON with a schema, but not an unquoted string with a pattern and a length.
     """
 
-    _properties: dict[str, Any]  # properties in the schema of the called function
+    _parameters_schema: Any  # schema of the called function's parameters
     _before: str  # text before its next argument
 
     @classmethod
@@ -42,8 +45,7 @@ class Qwen3CoderParser(HermesParser):
         if not found:
             return False
         name = head.removeprefix(_FUNCTION).strip()
-        properties = self._tools.get(name, {}).get("properties")
-        self._properties = properties if isinstance(properties, dict) else {}
+        self._parameters_schema = self._tools.get(name)
         self._open_call(name)
         self._before, self._buffer, self._state = "{", rest, self._parameters
         return True
@@ -76,8 +78,7 @@ class Qwen3CoderParser(HermesParser):
     def _typed(self, key: str, text: str) -> Any:
         """Convert a value: to a string if the schema says so or the text is not JSON, else from JSON."""
         text = text.removeprefix("\n").removesuffix("\n")
-        schema = self._properties.get(key)  # not checked: may be of any type
-        kinds = _kinds(schema)
+        kinds = _kinds(self._parameters_schema, key)
         if kinds == {"string"}:
             return text
         try:
@@ -89,18 +90,54 @@ class Qwen3CoderParser(HermesParser):
         return value
 
 
-def _kinds(schema: Any) -> set[str]:
-    """The types in a schema, its alternatives, or an enum of strings; empty if none is given."""
-    if not isinstance(schema, dict):
-        return set()
-    types, values = schema.get("type", []), schema.get("enum")
+def _kinds(parameters: Any, key: str) -> set[str]:
+    """The types of the parameter ``key`` in the schema of all ``parameters``; empty if none is given."""
+    found: set[str] = set()
+    for whole in _meant_by(parameters, parameters):
+        properties = whole.get("properties")
+        if isinstance(properties, dict):
+            for schema in _meant_by(properties.get(key), parameters):
+                found |= _own_kinds(schema)
+    return found
+
+
+def _own_kinds(schema: dict[str, Any]) -> set[str]:
+    """The types that a schema itself gives, by ``type`` or by an enum or constant of strings."""
+    types, values = schema.get("type", []), schema.get("enum", [schema["const"]] if "const" in schema else None)
     found = {kind for kind in (types if isinstance(types, list) else [types]) if isinstance(kind, str)}
-    for name in ("anyOf", "oneOf"):
-        for choice in schema[name] if isinstance(schema.get(name), list) else []:
-            if isinstance(choice, dict):  # ignores its alternatives: a schema may be deep
-                found |= _kinds({key: choice[key] for key in ("type", "enum") if key in choice})
     if not found and isinstance(values, list) and values and all(isinstance(value, str) for value in values):
         found = {"string"}
+    return found
+
+
+def _meant_by(schema: Any, root: Any) -> Iterator[dict[str, Any]]:
+    """Yield the schema, its alternatives, and the schemas that they refer to within ``root``, each once.
+
+    The client's schema is not checked: a value may be of any type, and a schema may refer to itself.
+    """
+    waiting, seen = [schema], set[int]()
+    while waiting and len(seen) < _MOST_SCHEMAS:
+        if not isinstance(one := waiting.pop(), dict) or id(one) in seen:
+            continue
+        seen.add(id(one))
+        yield one
+        if isinstance(reference := one.get("$ref"), str):
+            waiting.append(_referred(reference, root))
+        for name in ("anyOf", "oneOf", "allOf"):
+            if isinstance(choices := one.get(name), list):
+                waiting += choices[:_MOST_SCHEMAS]
+
+
+def _referred(reference: str, root: Any) -> Any:
+    """The schema at a JSON pointer (RFC 6901) in ``root``, such as #/$defs/Name; None if the pointer is wrong."""
+    start, *path = reference.split("/")
+    found = root if start == "#" else None
+    for name in path:
+        name = unquote(name).replace("~1", "/").replace("~0", "~")
+        if isinstance(found, list) and name.isdecimal() and len(name) < 9 and int(name) < len(found):
+            found = found[int(name)]
+        else:
+            found = found.get(name) if isinstance(found, dict) else None
     return found
 
 

@@ -181,6 +181,47 @@ def test_bare_values_get_the_types_of_the_schema() -> None:
     assert json.loads(call.arguments) == {"s": "12", "n": 1.5, "b": True, "x": "bare", "y": {"z": None}}
 
 
+REFERRED = {
+    "$defs": {
+        "Name": {"type": "string"},
+        "Color/~1": {"enum": ["1", "2"]},
+        "Maybe": {"anyOf": [{"$ref": "#/$defs/Name"}, {"type": "null"}]},
+        "Ring": {"$ref": "#/$defs/Other"},
+        "Other": {"anyOf": [{"$ref": "#/$defs/Ring"}, {"oneOf": [{"$ref": "#/$defs/Name"}]}]},
+        "Itself": {"$ref": "#/$defs/Itself"},
+    },
+}
+
+
+@pytest.mark.parametrize(
+    ("schema", "typed"),
+    [
+        ({"$ref": "#/$defs/Name"}, "12"),
+        ({"$ref": "#/$defs/Color~1~01"}, "12"),
+        ({"$ref": "#/%24defs/Maybe"}, "12"),
+        ({"$ref": "#/$defs/Maybe/anyOf/0"}, "12"),
+        ({"$ref": "#/$defs/Maybe/anyOf/7"}, 12),
+        ({"$ref": "#/$defs/Ring"}, "12"),
+        ({"$ref": "#/$defs/Itself"}, 12),
+        ({"allOf": [{"$ref": "#/$defs/Name"}, {"maxLength": 9}]}, "12"),
+        ({"anyOf": [{"anyOf": [{"anyOf": [{"type": "string"}]}]}]}, "12"),
+        ({"const": "12"}, "12"),
+        ({"anyOf": [{"type": "integer"}, {"type": "null"}]}, 12),
+        ({"$ref": "https://example.com/schema"}, 12),
+        ({"$ref": "#/$defs/Missing"}, 12),
+        ({"$ref": 7, "anyOf": {}}, 12),
+    ],
+)
+@pytest.mark.parametrize("whole", [False, True])
+def test_bare_values_get_the_types_that_a_schema_refers_to(schema: dict[str, Any], typed: object, whole: bool) -> None:
+    """Also where all parameters are referred to."""
+    parameters = REFERRED | {"properties": {"x": schema}}
+    if whole:
+        parameters = {"$defs": REFERRED["$defs"] | {"All": {"properties": {"x": schema}}}, "$ref": "#/$defs/All"}
+    _, (call,) = read(TOOL_PARSERS["qwen3_coder"]({"f": parameters}), [coder([("f", {"x": 12})])])
+    assert json.loads(call.arguments) == {"x": typed}
+
+
 def test_parsers_are_told_by_templates() -> None:
     assert detect_tool_parser("{{ '<tool_call>' }}") == "hermes"
     assert detect_tool_parser("<tool_call>\n<function=x>\n<parameter=y>") == "qwen3_coder"
