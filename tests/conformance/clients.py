@@ -18,6 +18,7 @@ from typing import Any
 
 from tests.conformance.agents import JAVASCRIPT, inspect_responses, javascript, litellm_proxy
 from tests.conformance.benches import sglang_bench, vllm_bench
+from tests.conformance.histories import litellm_histories
 
 MODEL = "embedded"
 HOSTED = f"hosted_vllm/{MODEL}"
@@ -294,7 +295,7 @@ CHECKS: dict[str, list[Callable[[str], None]]] = {
     ],
     "anthropic": [anthropic_messages],
     "langchain_openai": [langchain_chat],
-    "litellm": [litellm_chat, litellm_tools, litellm_rest, litellm_proxy],
+    "litellm": [litellm_chat, litellm_tools, litellm_rest, litellm_histories, litellm_proxy],
     "inspect_ai": [inspect_responses],
     "javascript": [javascript],
     "vllm": [vllm_bench],
