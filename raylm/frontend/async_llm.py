@@ -16,7 +16,7 @@ from raylm.frontend.answers.chat_processor import ChatProcessor, ChatPrompt
 from raylm.frontend.answers.grammar_compiler import GrammarCompiler
 from raylm.frontend.defaults import default_max_tokens, pooling_defaults, sampling_defaults
 from raylm.frontend.engines.engine_client import EngineClient
-from raylm.frontend.engines.parked import take_parked
+from raylm.frontend.engines.parked import Seen, take_parked
 from raylm.frontend.engines.router import Route, Router
 from raylm.frontend.input_processor import InputProcessor, Limits, RequestHead
 from raylm.frontend.output_processor import OpenRequest, OutputProcessor
@@ -84,6 +84,7 @@ class AsyncLLM:
             rank=rank,
         )
         self._starts_engines = wake is not None
+        self._drawn_again = Seen()
         self.adapters = self._router.adapters
 
     def add_engine(self, client: EngineClient) -> None:
@@ -155,10 +156,10 @@ class AsyncLLM:
             request = await self._request(prompt, params, head, thinking, part)
             await _claim(request, head, params.max_tokens)
             with self._opened(request, head, part, answer_format) as (opened, route):
-                if head.is_resumed:
-                    await self._go_on(request, opened)
-                else:
+                if head.told_before is None:
                     self._router.send(request, route)
+                else:
+                    await self._go_on(request, head, opened, part)
                 while True:
                     output = await opened.get()
                     yield output
@@ -247,9 +248,16 @@ class AsyncLLM:
             self.admission.check(len(prompt))
         return await self._tokenizer.encode(prompt, add_special_tokens=True, param=head.param)
 
-    async def _go_on(self, request: EngineCoreRequest, opened: OpenRequest) -> None:
-        """Send an opened request that another ingress began, behind what engines still have of it."""
-        taken = await take_parked(self.engines, request)
+    async def _go_on(self, request: EngineCoreRequest, head: RequestHead, opened: OpenRequest, part: Part) -> None:
+        """Send an opened request that began on an earlier connection, with the tokens that engines still have of it.
+
+        Tokens that no engine has are drawn again, without a charge only once for each stream and ingress: a client can
+        send an id of a stream any number of times.
+        """
+        taken = await take_parked(self.engines, request) if head.is_resumed else None
+        if taken is None and head.place is not None and self._drawn_again.add(head.stream):
+            await head.place.claim_again(request, head.told_before)
+            part.told = None
         if opened.finished:  # it was cancelled meanwhile
             return
         if taken is None:

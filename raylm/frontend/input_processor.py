@@ -33,7 +33,8 @@ class RequestHead:
     name. ``adapter`` names a LoRA adapter, None means the base model. ``place`` is the request's Place in this replica,
     None without admission. ``told`` counts the tokens that the caller already has, by sequence: None means all, () none
     of any sequence. ``resumable_as`` is the name under which another replica can take over the drawn tokens, "" if none
-    can. A request that ``is_resumed`` takes over tokens under this name.
+    can. A request that ``is_resumed`` takes over tokens under this name. ``stream`` is the name of a stream that its
+    client continues, "" for all other requests.
     """
 
     request_id: str
@@ -46,6 +47,7 @@ class RequestHead:
     told: tuple[int | None, ...] = ()
     resumable_as: str = ""
     is_resumed: bool = False
+    stream: str = ""
 
     @property
     def service(self) -> ServiceLevel:

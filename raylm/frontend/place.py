@@ -62,7 +62,7 @@ class Place:
         self._state = state
         self._owned = ExitStack()
         self._reserved = False
-        self._tokens: Hold | None = None
+        self._tokens: list[Hold] = []
         self._unserved = 0  # prompts whose tokens are reserved
         self._served = 0
         self._prompts = 1
@@ -151,22 +151,40 @@ class Place:
         if tokens > limit:
             message = f"It takes up to {tokens:,} tokens; this API key is served {limit:,} in a minute."
             raise InvalidRequestError(message, param="max_tokens" if asked[0][0].pooling is None else "input")
+        self._unserved = len(asked)
         if tokens:
-            self._tokens, self._unserved = await self._state.claim(self.key.name, self.key.limits, tokens), len(asked)
+            self._tokens.append(await self._state.claim(self.key.name, self.key.limits, tokens))
         self._reserved = True
+
+    async def claim_again(self, request: EngineCoreRequest, told: Told) -> None:
+        """Reserve the tokens of a request that ``claim_tokens`` left out because of ``told``: they are computed again.
+
+        Raises:
+            RateLimitError: the tokens exceed what is left of this minute.
+        """
+        if self.key is not None and self._state is not None and self.bounds_tokens:
+            tokens = _most_tokens(request, None) - _most_tokens(request, told)
+            self._tokens.append(await self._state.claim(self.key.name, self.key.limits, tokens))
 
     def count_served(self, tokens: int) -> None:
         """Count the ``tokens`` served for one ended prompt. After the last prompt the unused tokens are given back."""
         self._served += tokens
         self._unserved -= 1
-        if self._tokens is not None and self._unserved <= 0:
-            self._tokens.end(self._served)
+        if self._unserved <= 0:
+            self._end_claims()
 
     def leave(self) -> None:
         """Give back everything that the request has taken. Safe to repeat."""
-        if self._tokens is not None:
-            self._tokens.end(self._served)
+        self._end_claims()
         self._owned.close()
+
+    def _end_claims(self) -> None:
+        served = self._served
+        while self._tokens:
+            hold = self._tokens.pop()
+            used = min(served, hold.claim.tokens or 0) if self._tokens else served
+            hold.end(used)
+            served -= used
 
     def _longest_answer(self, request: EngineCoreRequest) -> int | None:
         """The longest answer, in tokens of each sequence, that the key may ask for. None if unlimited."""

@@ -34,13 +34,14 @@ class WritingEngine(PlayedEngine):
 
     Where there is a ``first``, it stands in place of the seed.
 
-    Asked for what it has parked of one, it has nothing, all, or anything between if it ``parks``.
+    Asked for what it has parked of one, it has nothing, all, or anything between if it ``parks``; never nothing if that
+    is ``never_lost``.
     """
 
     def __init__(self, engine_id: str, random: Random, fingerprint: str = "fp_1") -> None:
         super().__init__(engine_id, max_model_len=4096, vocab_size=TOKENIZER.get_vocab_size(), fingerprint=fingerprint)
         self.random = random
-        self.parks = False
+        self.parks = self.never_lost = False
         self.given = 0  # parked tokens
         self.first: int | None = None
 
@@ -81,7 +82,7 @@ class WritingEngine(PlayedEngine):
         return reasons, {index: ids[:limit] for index, ids in rest.items()}
 
     async def take_parked(self, request: EngineCoreRequest) -> ParkedTokens | None:
-        if not self.parks or self.random.random() < 0.3:
+        if not self.parks or (self.random.random() < 0.3 and not self.never_lost):
             return None
         reasons, every = self._ends(request)
         drawn = {index: ids[: self.random.choice([0, 1, 5, len(ids)])] for index, ids in every.items()}

@@ -11,6 +11,7 @@ from raylm.frontend.engines.engine_client import EngineClient
 from raylm.messages import EngineCoreRequest, ParkedTokens
 
 ANSWER_S = 1.0
+_MOST_SEEN = 2**16  # names
 
 
 @dataclass(frozen=True, slots=True)
@@ -19,6 +20,22 @@ class Taken:
 
     tokens: ParkedTokens
     fingerprint: str
+
+
+class Seen:
+    """The names of streams whose tokens this process had drawn again, the newest _MOST_SEEN of them."""
+
+    def __init__(self) -> None:
+        self._names: dict[str, None] = {}
+
+    def add(self, name: str) -> bool:
+        """Note a name. Returns whether it was there before; never for ""."""
+        if not name or name in self._names:
+            return bool(name)
+        self._names[name] = None
+        if len(self._names) > _MOST_SEEN:
+            del self._names[next(iter(self._names))]
+        return False
 
 
 async def take_parked(clients: Iterable[EngineClient], request: EngineCoreRequest) -> Taken | None:

@@ -89,9 +89,12 @@ class StreamId:
         if params.seed is None:
             params = replace(params, seed=int.from_bytes(digest(digest_size=8).digest()) >> 1)
         head = replace(head, told=tuple(told) if told.count(0) < len(told) else ())
+        begun = any(state != NOTHING for state in self.was)
+        name = digest(digest_size=16, person=b"parked").hexdigest()
         if params.logprobs is None:
-            name = digest(digest_size=16, person=b"parked").hexdigest()
-            head = replace(head, resumable_as=name, is_resumed=any(state != NOTHING for state in self.was))
+            head = replace(head, resumable_as=name, is_resumed=begun)
+        if begun and self._mac is not None:
+            head = replace(head, stream=name)
         return head, params
 
     def openings_told(self, index: int, openings: int) -> int:

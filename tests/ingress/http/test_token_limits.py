@@ -17,7 +17,7 @@ from raylm.config import Config
 from raylm.frontend import AsyncLLM
 from raylm.ingress import build_asgi_app
 from raylm.ingress.http.stream_ids import RESUMABLE
-from tests.ingress.harness import client_of
+from tests.ingress.harness import client_of, events
 from tests.ingress.refused import error_of
 from tests.ingress.writing_engine import WritingEngine
 
@@ -25,12 +25,14 @@ ALICE = {"x-api-key": "sk-alice"}
 
 
 @asynccontextmanager
-async def limited(folder: Path, limit: int) -> AsyncIterator[httpx.AsyncClient]:
+async def limited(folder: Path, limit: int, parks: bool = False) -> AsyncIterator[httpx.AsyncClient]:
     (folder / "keys").write_text(f"alice: sk-alice tokens_per_minute={limit}\nroot: sk-root admin\n")
     keys = {"api_keys_file": str(folder / "keys"), "store": ":memory:"}
     config = Config.model_validate({"model": "embedded", "ingress": keys})
     llm = AsyncLLM(config)
-    llm.add_engine(WritingEngine("e", Random(0)))
+    engine = WritingEngine("e", Random(0))
+    engine.parks, engine.never_lost = parks, parks
+    llm.add_engine(engine)
     async with client_of(build_asgi_app(llm, config)) as client:
         yield client
     await llm.stop()
@@ -85,3 +87,42 @@ async def test_a_stream_that_goes_on_counts_for_the_rest_alone(tmp_path: Path) -
             again = await client.post("/v1/completions", json=body, headers=headers)
             assert error_of(again, 400)["param"] == "Last-Event-ID"
         assert await left(client) >= rest - 2
+
+
+@pytest.mark.parametrize("logprobs", [None, 1])
+async def test_what_is_drawn_again_for_a_stream_counts_from_the_second_time_on(
+    tmp_path: Path, logprobs: int | None
+) -> None:
+    """The id of an event stays valid, and each use of it would be a free computation of all before it."""
+    async with limited(tmp_path, 2000) as client:
+        body = {"model": "embedded", "prompt": [5] * 100, "max_tokens": 60, "stream": True, "seed": 2}
+        body |= {"logprobs": logprobs, "stream_options": {"include_usage": True}}
+        whole = await client.post("/v1/completions", json=body, headers=ALICE | {RESUMABLE: "true"})
+        late = ALICE | {"last-event-id": re.findall(r"^id: (.*)$", whole.text, re.MULTILINE)[-5]}
+        tokens = events(whole.text)[-2]["usage"]["total_tokens"]
+        before = await left(client)
+        said = (await client.post("/v1/completions", json=body, headers=late)).text
+        remaining = await left(client)
+        assert before - 60 < remaining, "the first time the rest alone"
+        for _ in range(3):
+            assert (await client.post("/v1/completions", json=body, headers=late)).text.count("data: ") > 1
+            assert await left(client) == remaining - tokens - 2
+            remaining -= tokens + 2
+        while remaining >= 162:
+            assert (await client.post("/v1/completions", json=body, headers=late)).status_code == 200
+            remaining = await left(client)
+        refused = await client.post("/v1/completions", json=body, headers=late)
+        assert error_of(refused, 429)["code"] == "rate_limit_exceeded"
+        assert await left(client) == remaining - 2, "what was refused took nothing"
+    assert "[DONE]" in said
+
+
+async def test_what_engines_still_have_of_a_stream_never_counts_again(tmp_path: Path) -> None:
+    async with limited(tmp_path, 2000, parks=True) as client:
+        body = {"model": "embedded", "prompt": [5] * 100, "max_tokens": 60, "stream": True, "seed": 2}
+        whole = await client.post("/v1/completions", json=body, headers=ALICE | {RESUMABLE: "true"})
+        late = ALICE | {"last-event-id": re.findall(r"^id: (.*)$", whole.text, re.MULTILINE)[-4]}
+        remaining = await left(client)
+        for _ in range(20):
+            assert (await client.post("/v1/completions", json=body, headers=late)).status_code == 200
+        assert await left(client) > remaining - 20 * 60, "the rest alone, and never the prompt of 100"
