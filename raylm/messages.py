@@ -378,7 +378,8 @@ class EngineSnapshot:
     """The state of an engine at one moment, for inspection. Never made while tokens are served.
 
     Columns over the open sequences: ``request_ids``, ``indexes``, ``statuses``, ``num_tokens``, ``num_computed`` and
-    ``block_ids``. ``cached`` are the free blocks in the prefix cache, in eviction order.
+    ``block_ids``. ``cached`` are the free blocks in the prefix cache, in eviction order. ``left_out`` entries of
+    ``block_ids`` and ``cached`` are not listed: the last sequences' last blocks, and the blocks that are evicted first.
     """
 
     stats: EngineStats
@@ -391,6 +392,7 @@ class EngineSnapshot:
     num_computed: list[int]
     block_ids: list[list[int]]
     cached: list[int]
+    left_out: int
 
 
 @dataclass(frozen=True, slots=True)

@@ -25,6 +25,7 @@ import uvloop
 
 from benchmarks.http.event_loop import CONTEXT, VOCAB_SIZE, InstantEngine, front_end
 from benchmarks.rows import Report, parser
+from raylm.engine.scheduler import MOST_LISTED
 from raylm.messages import EngineSnapshot, EngineStats
 
 AT_ONCE = 8
@@ -75,11 +76,12 @@ KINDS = (
 
 
 class FullEngine(InstantEngine):
-    """Its pool has as many runs of blocks as a million blocks can have."""
+    """Lists as many blocks as an engine does at most, each a run of its own."""
 
     async def snapshot(self) -> EngineSnapshot:
-        blocks = list(range(0, 1_000_000, 2))
-        return EngineSnapshot(EngineStats(), 1_000_000, 16, ["r"], [0], ["running"], [CONTEXT], [CONTEXT], [blocks], [])
+        blocks = list(range(0, 2 * MOST_LISTED, 2))
+        columns = ["r"], [0], ["running"], [CONTEXT], [CONTEXT], [blocks]
+        return EngineSnapshot(EngineStats(), 1_000_000, 16, *columns, cached=[], left_out=0)
 
 
 def memory_mib() -> float:

@@ -93,7 +93,9 @@ class InstantEngine(EngineClient):
 
     async def outputs(self) -> AsyncIterator[EngineCoreOutputs]:
         while True:
-            yield await self._steps.get()
+            step = await self._steps.get()
+            step.created = time.time()
+            yield step
             await asyncio.sleep(0)
 
     async def close(self) -> None:

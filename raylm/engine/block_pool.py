@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections import OrderedDict
 from collections.abc import Iterable
+from itertools import islice
 
 
 class BlockPool:
@@ -19,6 +20,7 @@ class BlockPool:
         self.num_blocks = num_blocks
         self.refs = [0] * num_blocks
         self._free = OrderedDict.fromkeys(range(num_blocks))
+        self.num_cached = 0  # blocks that are free and published
         self._hash_of: list[bytes | None] = [None] * num_blocks
         self._by_hash: dict[bytes, int] = {}
         self._changes: dict[bytes, bool] | None = None
@@ -45,6 +47,7 @@ class BlockPool:
         for block in blocks:
             if self.refs[block] == 0:
                 del self._free[block]
+                self.num_cached -= self._hash_of[block] is not None
             self.refs[block] += 1
 
     def release(self, blocks: Iterable[int]) -> None:
@@ -58,6 +61,8 @@ class BlockPool:
                 self._free[block] = None
                 if self._hash_of[block] is None:
                     self._free.move_to_end(block, last=False)
+                else:
+                    self.num_cached += 1
 
     def publish(self, block: int, block_hash: bytes) -> None:
         """Make a held block findable by its hash. If the hash is published already, the earlier block keeps it."""
@@ -75,9 +80,11 @@ class BlockPool:
     def find(self, block_hash: bytes) -> int | None:
         return self._by_hash.get(block_hash)
 
-    def cached(self) -> list[int]:
-        """The free blocks that are published, in eviction order."""
-        return [block for block in self._free if self._hash_of[block] is not None]
+    def cached(self, most: int) -> list[int]:
+        """The free blocks that are published, in eviction order. Looks only at the ``most`` that are evicted last."""
+        found = [block for block in islice(reversed(self._free), most) if self._hash_of[block] is not None]
+        found.reverse()
+        return found
 
     def watch(self) -> list[bytes]:
         """Record changes from now on. Returns all hashes that are published now."""
@@ -103,6 +110,7 @@ class BlockPool:
             for block_hash in self._by_hash:
                 note(self._changes, block_hash, False)
         self._by_hash.clear()
+        self.num_cached = 0
         self._hash_of = [None] * self.num_blocks
 
     def _forget(self, block: int) -> None:
@@ -110,6 +118,7 @@ class BlockPool:
         if block_hash is not None:
             self._hash_of[block] = None
             del self._by_hash[block_hash]
+            self.num_cached -= self.refs[block] == 0
             if self._changes is not None:
                 note(self._changes, block_hash, False)
 

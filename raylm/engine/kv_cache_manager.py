@@ -52,9 +52,10 @@ class KVCacheManager:
         """The block table of a sequence; callers must not change it."""
         return self._tables[seq.id].block_ids
 
-    def held_blocks(self, seq: Sequence) -> list[int]:
-        """A copy of the block table; empty if the sequence holds no blocks."""
-        return list(self._tables[seq.id].block_ids) if seq.id in self._tables else []
+    def held_blocks(self, seq: Sequence, most: int) -> tuple[list[int], int]:
+        """(a copy of the first ``most`` entries of the block table, how many entries the table has)."""
+        held = self._tables[seq.id].block_ids if seq.id in self._tables else []
+        return held[:most], len(held)
 
     def capacity(self, seq: Sequence) -> int:
         """Number of tokens that the blocks of a sequence can hold."""

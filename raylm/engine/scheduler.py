@@ -33,6 +33,7 @@ from raylm.messages import (
 )
 from raylm.metrics import STEP_TOKENS_BUCKETS
 
+MOST_LISTED = 2**16  # blocks in a snapshot, which takes a few milliseconds then
 _MOST_GIVEN_UP = 256  # expired requests ended before one step; takes about 1 ms
 
 
@@ -157,8 +158,14 @@ class Scheduler:
         return self._budget.first_token_s(tokens)
 
     def snapshot(self) -> EngineSnapshot:
-        """All sequences and blocks held now. Takes time proportional to the size of the pool."""
-        sequences = list(self._sequences.values())
+        """The sequences and blocks held now. Lists at most MOST_LISTED blocks: meanwhile no step begins."""
+        sequences, room, left_out = list(self._sequences.values()), MOST_LISTED, 0
+        block_ids: list[list[int]] = []
+        for seq in sequences:
+            shown, count = self.kv.held_blocks(seq, room)
+            block_ids.append(shown)
+            room, left_out = room - len(shown), left_out + count - len(shown)
+        cached = self.kv.pool.cached(room)
         return EngineSnapshot(
             stats=self.stats(),
             num_blocks=self.kv.pool.num_blocks,
@@ -168,8 +175,9 @@ class Scheduler:
             statuses=[seq.status.value for seq in sequences],
             num_tokens=[len(seq.token_ids) for seq in sequences],
             num_computed=[seq.num_computed for seq in sequences],
-            block_ids=[self.kv.held_blocks(seq) for seq in sequences],
-            cached=self.kv.pool.cached(),
+            block_ids=block_ids,
+            cached=cached,
+            left_out=left_out + self.kv.pool.num_cached - len(cached),
         )
 
     # ---------------------------------------------------------------- schedule

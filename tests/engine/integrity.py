@@ -14,6 +14,7 @@ def check_pool(pool: BlockPool) -> None:
     assert free == unheld, f"blocks neither free nor held, or both: {sorted(free ^ unheld)}"
     published = {block_hash: block for block, block_hash in enumerate(pool._hash_of) if block_hash is not None}
     assert published == pool._by_hash, "a published hash does not lead to its block"
+    assert pool.num_cached == len(free & set(published.values())), "free published blocks are counted wrongly"
 
 
 def check_kv(kv: KVCacheManager) -> None:

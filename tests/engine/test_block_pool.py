@@ -77,6 +77,15 @@ def test_withdrawn_blocks_are_not_found_and_stay_held(forget: Callable[[BlockPoo
     check_pool(pool)
 
 
+def test_the_cached_blocks_that_are_evicted_last_are_listed() -> None:
+    pool = BlockPool(10)
+    for block in pool.allocate(6):
+        pool.publish(block, bytes([block]))
+    pool.release([3, 1, 5, 0])
+    assert (pool.cached(2), pool.num_cached) == ([5, 0], 4)
+    assert pool.cached(10) == [3, 1, 5, 0]
+
+
 def lose_a_block(pool: BlockPool) -> None:
     pool.refs[0] = 0
 
@@ -101,7 +110,10 @@ def test_check_sees_damage(damage: Callable[[BlockPool], None]) -> None:
 
 
 @given(
-    st.lists(st.tuples(st.sampled_from(["allocate", "release", "publish", "share"]), st.integers(0, 7)), max_size=60)
+    st.lists(
+        st.tuples(st.sampled_from(["allocate", "release", "publish", "share", "withdraw", "reset"]), st.integers(0, 7)),
+        max_size=60,
+    )
 )
 def test_equals_a_plain_list(actions: list[tuple[str, int]]) -> None:
     """Against a plain Python list in eviction order, and plain dictionaries."""
@@ -126,6 +138,13 @@ def test_equals_a_plain_list(actions: list[tuple[str, int]]) -> None:
             if refs[block] == 0:
                 free.remove(block)
             refs[block] += 1
+        elif action == "withdraw":
+            pool.withdraw([block])
+            hashes.pop(block, None)
+        elif action == "reset" and block == 0:
+            pool.reset()
+            hashes.clear()
         check_pool(pool)
+        assert pool.cached(8) == [cached for cached in free if cached in hashes]
         assert pool.num_free == len(free)
         assert pool.refs == list(refs.values())

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import pytest
 
+from raylm.engine import scheduler
 from raylm.engine.sequence import sequence_seed
 from raylm.messages import Logprobs, ModelRunnerOutput, SchedulerOutput
 from tests.engine.build import EOS, Engine, crowd, request
@@ -315,3 +316,24 @@ def test_clients_get_their_own_entries_and_logprobs() -> None:
         Logprobs([1, 2], [7, 9, 6], [-0.1, -0.2, -0.3], [1, 2]),
     )
     assert (news["b"].keys, news["b"].token_ids, news["b"].logprobs) == ([0], [8], None)
+
+
+# -------------------------------------------------------------------- snapshots
+
+
+def test_a_snapshot_lists_so_many_blocks_however_large_the_pool_is(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(scheduler, "MOST_LISTED", 7)
+    engine = Engine(num_blocks=40, max_num_batched_tokens=200)
+    engine.add(list(range(40)), key=1, max_tokens=1)
+    while engine.scheduler.has_work:
+        engine.step()
+    cached = engine.scheduler.snapshot()
+    assert (len(cached.cached), cached.left_out) == (7, 3)
+    engine.add([50] * 20, key=2)
+    engine.add([60] * 20, key=3)
+    engine.step()
+    both = engine.scheduler.snapshot()
+    held = [len(engine.scheduler.kv.block_ids(seq)) for seq in engine.scheduler.running]
+    assert [len(blocks) for blocks in both.block_ids] == [held[0], 7 - held[0]]
+    assert both.left_out == sum(held) - 7 + 10
+    assert both.cached == []

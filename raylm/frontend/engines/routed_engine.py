@@ -162,7 +162,8 @@ class RoutedEngine:
         if now is None:
             self.blocks.settle(key, request.blocks)
         else:
-            self.ended.append((now, key, request.blocks))
+            if request.blocks:
+                self.ended.append((now, key, request.blocks))
             self.service_s += _SERVICE_WEIGHT * (now - request.since - self.service_s)
 
     def on_outputs(self, outputs: EngineCoreOutputs, now: float) -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import time
+import zlib
 from collections import deque
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -18,6 +19,8 @@ from raylm.frontend.timelines.describe import Raw, summary
 from raylm.frontend.timelines.record import BY_HANDLE, CURRENT, Clock, Part, Record, Trace
 
 Cancel = Callable[[RayLMError], None]
+
+_COMPRESSED_FROM = 2**14  # bytes; the JSON of a request of thousands of prompts is compressed to an eighth
 
 
 class RequestObserver(Protocol):
@@ -48,7 +51,10 @@ class Filter:
 
 @dataclass(frozen=True, slots=True)
 class _Ended:
-    """An ended request: its search fields, its entry in a list, and its raw record as JSON."""
+    """An ended request: its search fields, its entry in a list, and its raw record, both as JSON.
+
+    The record is compressed by zlib if ``is_compressed``.
+    """
 
     id: str
     key: str
@@ -56,14 +62,19 @@ class _Ended:
     path: str
     ended: float
     summary: bytes
-    raw: bytes
+    stored: bytes
+    is_compressed: bool
+
+    @property
+    def raw(self) -> bytes:
+        return zlib.decompress(self.stored) if self.is_compressed else self.stored
 
 
 class Timelines:
     """Stores records. Belongs to one event loop, so it has no locks. ``ingress`` is this process's name in records.
 
-    The last ``max_requests`` ended requests are kept, as JSON of at most ``max_bytes``, without text of prompts or
-    answers. ``on_end`` is called with each record that ends.
+    The last ``max_requests`` ended requests are kept, in at most ``max_bytes``, without text of prompts or answers.
+    ``on_end`` is called with each record that ends.
     """
 
     def __init__(
@@ -145,6 +156,9 @@ class Timelines:
         del self._in_flight[record]
         self._on_end(record)
         raw = record.raw(self.ingress)
+        stored = orjson.dumps(raw)
+        if is_compressed := len(stored) >= _COMPRESSED_FROM:
+            stored = zlib.compress(stored, level=1)
         entry = _Ended(
             id=record.id,
             key=record.key,
@@ -152,7 +166,8 @@ class Timelines:
             path=record.path,
             ended=record.ended,
             summary=orjson.dumps(summary(raw)),
-            raw=orjson.dumps(raw),
+            stored=stored,
+            is_compressed=is_compressed,
         )
         self._ended.append(entry)
         self._size += _size(entry)
@@ -219,7 +234,7 @@ def _matches(entry: Record | _Ended, wanted: Filter) -> bool:
 
 
 def _size(entry: _Ended) -> int:
-    return len(entry.raw) + len(entry.summary) + 2 * len(entry.id) + 500  # the objects around them
+    return len(entry.stored) + len(entry.summary) + 2 * len(entry.id) + 500  # the objects around them
 
 
 def _name(error: BaseException) -> str:

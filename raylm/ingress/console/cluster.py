@@ -4,15 +4,16 @@ from __future__ import annotations
 
 import asyncio
 import time
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, Any
 
+import numpy as np
 from starlette.requests import Request
 from starlette.responses import Response
 from starlette.routing import Route
 
 from raylm.errors import RayLMError
-from raylm.frontend import Filter
+from raylm.frontend import Filter, offload
 from raylm.ingress.console.access import owner_of
 from raylm.ingress.console.peers import ANSWER_S, Peers
 from raylm.ingress.http.answer import json_response
@@ -50,12 +51,18 @@ def cluster_routes(
     async def pools(request: Request) -> Response:
         owner = owner_of(request)
         own = None if owner is None else await _own_ids(peers, owner)
-        snapshots = await asyncio.gather(*(_snapshot(client) for client in llm.engines))
-        return json_response({
-            "now": time.time(),
-            "pools": [_pool(client.info.engine_id, snapshot, own)
-                      for client, snapshot in zip(llm.engines, snapshots, strict=False) if snapshot is not None],
-        })  # fmt: skip
+        engines = llm.engines
+        snapshots = await asyncio.gather(*(_snapshot(client) for client in engines))
+        held = [
+            (client.info.engine_id, snapshot)
+            for client, snapshot in zip(engines, snapshots, strict=True)
+            if snapshot is not None
+        ]
+
+        def answer() -> Response:
+            return json_response({"now": time.time(), "pools": [_pool(*engine, own) for engine in held]})
+
+        return await offload(answer, sum(snapshot.num_blocks for _, snapshot in held))
 
     async def history(request: Request) -> Response:
         owner_of(request)
@@ -117,7 +124,10 @@ async def _snapshot(client: Any) -> EngineSnapshot | None:
 
 
 def _pool(engine_id: str, held: EngineSnapshot, own: set[str] | None) -> dict[str, Any]:
-    """The blocks of one engine. ``cached`` is in the order of eviction. Runs are [first block, count]."""
+    """The blocks of one engine. ``cached`` is in the order of eviction. Runs are [first block, count].
+
+    ``left_out`` entries of ``sequences`` and ``cached`` are not listed.
+    """
     columns = zip(
         held.request_ids, held.indexes, held.statuses, held.num_tokens, held.num_computed, held.block_ids, strict=True
     )
@@ -137,15 +147,15 @@ def _pool(engine_id: str, held: EngineSnapshot, own: set[str] | None) -> dict[st
             for request_id, index, status, tokens, computed, blocks in columns
         ],
         "cached": runs(held.cached),
+        "left_out": held.left_out,
     }
 
 
-def runs(blocks: Iterable[int]) -> list[list[int]]:
+def runs(blocks: Sequence[int]) -> list[list[int]]:
     """Group consecutive numbers as [first, count], in the given order."""
-    found: list[list[int]] = []
-    for block in blocks:
-        if found and found[-1][0] + found[-1][1] == block:
-            found[-1][1] += 1
-        else:
-            found.append([block, 1])
-    return found
+    if not blocks:
+        return []
+    numbers = np.array(blocks)
+    starts = np.flatnonzero(np.diff(numbers, prepend=numbers[0] - 2) != 1)
+    counts = np.diff(starts, append=len(numbers))
+    return list(map(list, zip(numbers[starts].tolist(), counts.tolist(), strict=True)))

@@ -277,3 +277,12 @@ def test_what_an_open_request_stores_counts_until_it_is_told_or_the_request_is_o
     assert engine.blocks.num_matched(prompt[1:]) == 0
     assert not engine.blocks._expected
     assert not engine.ended
+
+
+def test_nothing_is_kept_of_a_served_request_that_stores_no_known_blocks() -> None:
+    """With one engine nothing is known of blocks. An idle engine sends no message after which this would be dropped."""
+    engine = RoutedEngine(client=None)  # type: ignore[arg-type]
+    for key in range(3):
+        engine.begin(key, OpenRequest(1, 30, (), since=0.0))
+        engine.end(key, now=1.0)
+    assert not engine.ended

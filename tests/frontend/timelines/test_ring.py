@@ -51,6 +51,17 @@ def test_the_bytes_are_bounded() -> None:
     assert sum(len(raw) for raw in kept if raw) < 100_000
 
 
+def test_the_record_of_a_request_with_thousands_of_prompts_is_found_whole_and_kept_small() -> None:
+    timelines = Timelines(clock=ticking())
+    with timelines.request("many", "", "/v1/embeddings") as record:
+        for number in range(2048):
+            with timelines.part(f"embd-{number}", "m", never) as part:
+                part.note((1, 0, "ended", 1.0, 1, 1, ""))
+    expected = orjson.dumps(record.raw("ingress"))
+    assert timelines.find("many", None) == expected
+    assert timelines._size < len(expected) / 4
+
+
 def test_events_of_a_part_are_bounded() -> None:
     part = Part()
     for _ in range(MAX_EVENTS + 5):

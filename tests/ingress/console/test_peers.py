@@ -78,3 +78,4 @@ async def test_what_one_replica_holds_another_finds_and_ends() -> None:
 def test_runs_of_blocks() -> None:
     assert runs([3, 4, 5, 9, 8, 1]) == [[3, 3], [9, 1], [8, 1], [1, 1]]
     assert runs([]) == []
+    assert runs([7]) == [[7, 1]]

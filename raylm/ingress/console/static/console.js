@@ -558,10 +558,10 @@ function pool(told) {
   const dark = document.documentElement.dataset.theme === "dark";
   const all = [...byRequest.entries()].sort((a, b) => b[1].blocks - a[1].blocks), listed = all.filter(one => one[1].blocks);
   const waiting = all.length - listed.length;
-  const free = told.blocks - held.size - cachedCount;
+  const free = Math.max(0, told.blocks - held.size - cachedCount - told.left_out);
   return make("section", { class: "panel" },
     make("div", { class: "head" }, make("h2", { text: told.engine }), make("span", { class: "muted", text: `${number(told.blocks)} blocks of ${told.block_size} tokens` })),
-    make("div", { class: "legend" }, swatch("var(--accent)", `${number(held.size)} held by ${listed.length} requests`), swatch("var(--muted)", `${number(cachedCount)} cached, the darker the longer they stay`, 0.6), swatch("var(--line)", `${number(free)} free`), waiting ? make("span", { class: "muted", text: `${number(waiting)} requests wait for blocks` }) : null),
+    make("div", { class: "legend" }, swatch("var(--accent)", `${number(held.size)} held by ${listed.length} requests`), swatch("var(--muted)", `${number(cachedCount)} cached, the darker the longer they stay`, 0.6), swatch("var(--line)", `${number(free)} free`), waiting ? make("span", { class: "muted", text: `${number(waiting)} requests wait for blocks` }) : null, told.left_out ? make("span", { class: "muted", text: `${number(told.left_out)} held or cached blocks are not shown` }) : null),
     canvas,
     make("div", { class: "legend" }, ...listed.slice(0, 24).map(([name, one]) => swatch(`hsl(${hue(name)} 52% ${dark ? 62 : 52}%)`, `${name} · ${one.blocks} blocks${one.status === "preempted" ? " · preempted" : ""}`))));
 }
