@@ -28,14 +28,14 @@ ROOTS = [
 REQUESTS = ["CreateChatCompletionRequest", "CreateCompletionRequest", "CreateEmbeddingRequest", "CreateResponse"]
 # Of these unions only what a server of text alone sends; anything else it sends is a violation.
 SENT = {
-    "OutputItem": {"OutputMessage", "FunctionToolCall", "ReasoningItem"},
+    "OutputItem": {"OutputMessage", "FunctionToolCall", "CustomToolCall", "ReasoningItem"},
     "ItemResource": {
         "InputMessageResource", "OutputMessage", "FunctionToolCallResource", "FunctionToolCallOutputResource",
-        "ReasoningItem",
+        "CustomToolCallResource", "CustomToolCallOutputResource", "ReasoningItem",
     },
     "InputItem": {"EasyInputMessage"},
-    "Tool": {"FunctionTool"},
-    "ToolChoiceParam": {"ToolChoiceOptions", "ToolChoiceFunction"},
+    "Tool": {"FunctionTool", "CustomToolParam", "NamespaceToolParam"},
+    "ToolChoiceParam": {"ToolChoiceOptions", "ToolChoiceFunction", "ToolChoiceCustom", "ToolChoiceAllowed"},
     "InputContent": {"InputTextContent"},
     "ResponseStreamEvent": {
         "ResponseCreatedEvent", "ResponseQueuedEvent", "ResponseInProgressEvent", "ResponseCompletedEvent",
@@ -44,6 +44,7 @@ SENT = {
         "ResponseTextDeltaEvent", "ResponseTextDoneEvent", "ResponseReasoningTextDeltaEvent",
         "ResponseReasoningTextDoneEvent",
         "ResponseFunctionCallArgumentsDeltaEvent", "ResponseFunctionCallArgumentsDoneEvent",
+        "ResponseCustomToolCallInputDeltaEvent", "ResponseCustomToolCallInputDoneEvent",
     },
 }  # fmt: skip
 PROSE = {"description", "example", "examples", "title", "deprecated", "discriminator"}

@@ -10,7 +10,7 @@ from typing_extensions import TypedDict
 
 from raylm.ingress.http.body import JSONObject
 from raylm.ingress.openai.chat import ChatCompletionRequest
-from raylm.ingress.openai.fields import Body, Model, OneOf, Part, Strings, closed, past, refuse
+from raylm.ingress.openai.fields import MAX_FIELDS, Body, Model, OneOf, Part, Strings, closed, past, refuse
 from raylm.ingress.openai.messages import MAX_TOOLS
 
 # Fields of a chat completion, and their names in this API; for errors.
@@ -174,6 +174,26 @@ class OutputConfig(Part):
     cache_control: Any = None
 
 
+class ClearThinking(Part):
+    """Keeps the reasoning of all turns. This server removes none; the chat template decides what the model sees."""
+
+    type: Literal["clear_thinking_20251015"]
+    keep: Any = None
+
+    @model_validator(mode="after")
+    def _served(self) -> ClearThinking:
+        if self.keep not in ("all", {"type": "all"}):
+            raise refuse("reasoning is not removed; give 'all'.", at="keep", served=False)
+        return self
+
+
+_EDITS = OneOf("{got} is not supported; only clear_thinking_20251015 is.", key="type", served=False)
+
+
+class ContextManagement(Part):
+    edits: Annotated[list[Annotated[ClearThinking, _EDITS]], Field(max_length=MAX_FIELDS, fail_fast=True)] | None = None
+
+
 class Metadata(Part):
     user_id: Any = None  # for abuse detection
     cache_control: Any = None
@@ -181,7 +201,7 @@ class Metadata(Part):
 
 class CountTokensRequest(Body):
     unserved: ClassVar[frozenset[str]] = frozenset({
-        "container", "context_management", "diagnostics", "inference_geo", "mcp_servers", "output_format", "speed",
+        "container", "diagnostics", "inference_geo", "mcp_servers", "output_format", "speed",
         "user_profile_id", "workspace_id",
     })  # fmt: skip
 
@@ -196,6 +216,7 @@ class CountTokensRequest(Body):
     thinking: Thinking | None = None
     output_config: OutputConfig | None = None
     cache_control: dict[str, Any] | None = None
+    context_management: ContextManagement | None = None
 
     def as_chat(self) -> ChatCompletionRequest:
         """Convert to a chat completion. Its errors may have a chat completion's names of fields (PARAM_NAMES)."""

@@ -3,17 +3,18 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import Annotated, Any, ClassVar, Literal, NotRequired
+from functools import cached_property
+from typing import Annotated, Any, ClassVar, Literal
 
 from pydantic import AfterValidator, Field, model_validator
-from typing_extensions import TypedDict
 
 from raylm.ingress.http.body import JSONObject
 from raylm.ingress.openai.chat import CacheRetention, ChatCompletionRequest, ServiceTier, Verbosity
-from raylm.ingress.openai.fields import NumLogprobs, OneOf, Part, at_most, closed, refuse, wish
+from raylm.ingress.openai.fields import MAX_FIELDS, NumLogprobs, Part, at_most, refuse, wish
 from raylm.ingress.openai.generation import SamplingBody
 from raylm.ingress.openai.messages import MAX_TOOLS
 from raylm.ingress.responses.input import Input
+from raylm.ingress.responses.tools import CallableTool, Tool, ToolChoice, callables, chosen
 
 _LOGPROBS = "message.output_text.logprobs"
 _SEALED_REASONING = "reasoning.encrypted_content"
@@ -31,30 +32,6 @@ PARAM_NAMES = {
     "reasoning_effort": "reasoning.effort",
     "logprobs": "top_logprobs",
 }
-
-
-@closed
-class FunctionTool(TypedDict):
-    type: Literal["function"]
-    name: str
-    description: NotRequired[str | None]
-    parameters: NotRequired[dict[str, Any] | None]
-    strict: NotRequired[bool | None]
-
-
-Tool = Annotated[FunctionTool, OneOf("{got} is not supported; only function is.", key="type", served=False)]
-
-
-@closed
-class NamedToolChoice(TypedDict):
-    type: Literal["function"]
-    name: str
-
-
-ToolChoice = Annotated[
-    str | Annotated[NamedToolChoice, OneOf("only function is supported.", key="type", served=False)],
-    OneOf("expected a string or an object, but got {got}"),
-]
 
 
 def _only(rule: str, *served: object) -> AfterValidator:
@@ -89,7 +66,8 @@ class ReasoningOptions(Part):
 class ResponsesRequest(SamplingBody):
     """The body of /v1/responses.
 
-    ``metadata``, ``user``, ``safety_identifier`` and ``prompt_cache_key`` have no effect, as OpenAI defines them.
+    ``metadata``, ``user``, ``safety_identifier`` and ``prompt_cache_key`` have no effect, as OpenAI defines them, and
+    ``client_metadata``, in which Codex describes itself, has none.
     ``max_tool_calls`` limits the calls of tools that the server runs; this server runs none.
     """
 
@@ -129,6 +107,7 @@ class ResponsesRequest(SamplingBody):
     prompt_cache_retention: CacheRetention = None
     service_tier: ServiceTier = None
     max_tool_calls: Annotated[int, Field(ge=1)] | None = None
+    client_metadata: Annotated[dict[str, Any] | None, at_most(MAX_FIELDS)] = None
     chat_template_kwargs: dict[str, Any] | None = None
     thinking_token_budget: int | None = None
 
@@ -148,19 +127,25 @@ class ResponsesRequest(SamplingBody):
     def with_sealed_reasoning(self) -> bool:
         return _SEALED_REASONING in (self.include or ())
 
+    @cached_property
+    def callable_tools(self) -> tuple[list[CallableTool], JSONObject | str | None]:
+        """The tools that the model may call, and a chat completion's ``tool_choice``.
+
+        Raises:
+            InvalidRequestError: two tools have one name, or an allowed tool is not among the tools.
+        """
+        return chosen(self.tool_choice, callables(self.tools))
+
     def as_chat(self, messages: list[JSONObject]) -> ChatCompletionRequest:
         """The chat completion over ``messages``. Its errors have a chat completion's names of fields (PARAM_NAMES)."""
         body = {name: getattr(self, name) for name in (*SamplingBody.model_fields, *_SAME_NAME)}
         body |= {"messages": messages, "max_completion_tokens": self.max_output_tokens}
         if self.with_logprobs:
             body |= {"logprobs": True, "top_logprobs": self.top_logprobs or 0}
-        if self.tools:
-            body["tools"] = [_nested(tool, "function") for tool in self.tools]
-        if self.tool_choice is not None:
-            choice = self.tool_choice
-            body["tool_choice"] = choice if isinstance(choice, str) else _nested(choice, "function")
-        if self.text is not None and (chosen := self.text.format) is not None:
-            body["response_format"] = _nested(chosen, "json_schema") if chosen.get("type") == "json_schema" else chosen
+        tools, body["tool_choice"] = self.callable_tools
+        body["tools"] = [tool.as_function() for tool in tools] or None
+        if self.text is not None and (form := self.text.format) is not None:
+            body["response_format"] = _nested(form, "json_schema") if form.get("type") == "json_schema" else form
         if self.reasoning is not None:
             body["reasoning_effort"] = self.reasoning.effort
         return ChatCompletionRequest.parse({name: value for name, value in body.items() if value is not None})

@@ -39,6 +39,7 @@ from raylm.ingress.responses.input import chat_messages, input_items, references
 from raylm.ingress.responses.job import Events, ResponseItems, ResponseJob
 from raylm.ingress.responses.sealing import Seal
 from raylm.ingress.responses.store import LEASE_S, UNFINISHED, LostJob, ResponseStore, ToldEvents
+from raylm.ingress.responses.tools import paths_of_tools
 from raylm.stages import about
 
 if TYPE_CHECKING:
@@ -124,13 +125,15 @@ class CreateResponse:
         """Start a response. Returns the job and its outputs; ``stream_id`` encodes the tokens sent before."""
         items = await self._history(owner, body.previous_response_id) + items
         head = [{"role": "system", "content": body.instructions}] if body.instructions else []
-        with renamed(PARAM_NAMES):
+        tools, _ = body.callable_tools
+        with renamed(PARAM_NAMES), paths_of_tools(tools):
             chat = (await offload(lambda: body.as_chat(head + chat_messages(items)), len(items))).at(body.place)
             if body.truncation == "auto":
                 chat = await self._conversations.fit(chat, body.max_output_tokens or 1)
             params, outputs = await self._conversations.start(chat, response_id, time.time(), stream_id=stream_id)
         seal = partial(self._seal.close, owner=owner) if body.with_sealed_reasoning else None
-        shown = ResponseItems(response_id, self._tokens, with_logprobs=body.with_logprobs, seal=seal)
+        by_name = {tool.function_name: tool for tool in tools}
+        shown = ResponseItems(response_id, self._tokens, by_name, with_logprobs=body.with_logprobs, seal=seal)
         return ResponseJob(response_id, owner, body, params, shown, created_at), outputs
 
     async def _history(self, owner: str, response_id: str | None) -> list[JSONObject]:

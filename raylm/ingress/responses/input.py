@@ -12,9 +12,16 @@ from typing_extensions import TypedDict
 
 from raylm.ingress.http.body import JSONObject
 from raylm.ingress.openai.fields import OneOf, past, wrong
+from raylm.ingress.responses.tools import arguments_of, function_name
 
 MAX_ITEMS = 4096
-_PREFIXES = {"message": "msg", "function_call": "fc", "function_call_output": "fco", "reasoning": "rs"}
+_PREFIXES = {
+    "message": "msg", "function_call": "fc", "function_call_output": "fco", "custom_tool_call": "ctc",
+    "custom_tool_call_output": "ctco", "reasoning": "rs",
+}  # fmt: skip
+CALLS = {"function_call": "arguments", "custom_tool_call": "input"}
+"""The types of calls, and the field with what the tool is given."""
+_OUTPUTS = ("function_call_output", "custom_tool_call_output")
 _ITEM_ID = re.compile(r"[a-z]+_([0-9a-f]{32})[io][0-9]{1,6}")
 _REFERENCE = "item_reference"
 
@@ -62,11 +69,21 @@ class FunctionCallItem(_Item):
     call_id: str
     name: str
     arguments: str
+    namespace: NotRequired[str | None]
 
 
 @past("input[]")
-class FunctionCallOutputItem(_Item):
-    type: Literal["function_call_output"]
+class CustomToolCallItem(_Item):
+    type: Literal["custom_tool_call"]
+    call_id: str
+    name: str
+    input: str
+    namespace: NotRequired[str | None]
+
+
+@past("input[]")
+class ToolOutputItem(_Item):
+    type: Literal["function_call_output", "custom_tool_call_output"]
     call_id: str
     output: Content
 
@@ -97,7 +114,7 @@ class _OneItem(OneOf):
 
 _UNKNOWN_ITEM = f"items of type {{got}} are not supported; {', '.join(_PREFIXES)}, {_REFERENCE} are."
 Item = Annotated[
-    MessageItem | FunctionCallItem | FunctionCallOutputItem | ReasoningItem | ItemReference,
+    MessageItem | FunctionCallItem | CustomToolCallItem | ToolOutputItem | ReasoningItem | ItemReference,
     _OneItem(_UNKNOWN_ITEM, key="type", served=False, default="message"),
 ]
 Input = Annotated[
@@ -146,9 +163,10 @@ def _listed(item: Any, response_id: str, place: int, unseal: Callable[[str], str
     if kind == "message":
         part = "output_text" if item["role"] == "assistant" else "input_text"
         return head | {"role": item["role"], "content": _parts(item["content"], part)}
-    if kind == "function_call":
-        return head | {name: item[name] for name in ("call_id", "name", "arguments")}
-    if kind == "function_call_output":
+    if kind in CALLS:
+        fields = ("call_id", "name", "namespace", CALLS[kind])
+        return head | {name: item[name] for name in fields if item.get(name) is not None}
+    if kind in _OUTPUTS:
         return head | {"call_id": item["call_id"], "output": _joined(_parts(item["output"], "input_text"))}
     head["summary"] = _parts(item.get("summary") or (), "summary_text")
     content = item.get("content")
@@ -177,7 +195,7 @@ def chat_messages(items: list[JSONObject]) -> list[JSONObject]:
     """Convert checked items to chat messages. Successive reasoning, text and calls form one assistant message."""
     messages: list[JSONObject] = []
     for item in items:
-        if item["type"] == "function_call_output":
+        if item["type"] in _OUTPUTS:
             messages.append({"role": "tool", "tool_call_id": item["call_id"], "content": item["output"]})
         elif item.get("role", "assistant") != "assistant":
             messages.append({"role": item["role"], "content": _joined(item["content"])})
@@ -196,7 +214,8 @@ def _add_to_turn(messages: list[JSONObject], item: JSONObject) -> None:
     elif item["type"] == "reasoning":
         turn["reasoning_content"] = _joined(item.get("content") or item["summary"])
     else:
-        function = {"name": item["name"], "arguments": item["arguments"]}
+        given = arguments_of(item["input"]) if item["type"] == "custom_tool_call" else item["arguments"]
+        function = {"name": function_name(item["name"], item.get("namespace")), "arguments": given}
         call = {"id": item["call_id"], "type": "function", "function": function}
         turn.setdefault("tool_calls", []).append(call)
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from collections.abc import AsyncGenerator, Callable
+from collections.abc import AsyncGenerator, Callable, Mapping
 from contextlib import aclosing
 from typing import TYPE_CHECKING
 
@@ -14,7 +14,8 @@ from raylm.ingress.openai.fields import renamed
 from raylm.ingress.openai.logprobs import TokenTexts, chat_logprobs
 from raylm.ingress.openai.outputs import Usage
 from raylm.ingress.responses.body import PARAM_NAMES, ResponsesRequest
-from raylm.ingress.responses.input import item_id, made_call_id, text_part
+from raylm.ingress.responses.input import CALLS, item_id, made_call_id, text_part
+from raylm.ingress.responses.tools import CallableTool, shown, text_of
 from raylm.params import SamplingParams
 
 if TYPE_CHECKING:
@@ -155,7 +156,7 @@ class ResponseJob:
             "temperature": params.temperature,
             "text": {"format": (body.text and body.text.format) or {"type": "text"}},
             "tool_choice": body.tool_choice or "auto",
-            "tools": [{"strict": None, "parameters": None, "description": None} | tool for tool in body.tools or ()],
+            "tools": shown(body.tools),
             "top_logprobs": body.top_logprobs or 0,
             "top_p": params.top_p,
             "truncation": body.truncation or "disabled",
@@ -167,22 +168,28 @@ _EMPTY: dict[str, JSONObject] = {
     "reasoning": {"summary": []},
     "message": {"role": "assistant", "content": []},
     "function_call": {"call_id": "", "name": "", "arguments": ""},
+    "custom_tool_call": {"call_id": "", "name": "", "input": ""},
 }
 # The names, in events, of the growing content of an item: the arguments of a call, or its single part.
-_PIECES = {"reasoning": "reasoning_text", "message": "output_text", "function_call": "function_call_arguments"}
+_PIECES = {
+    "reasoning": "reasoning_text", "message": "output_text", "function_call": "function_call_arguments",
+    "custom_tool_call": "custom_tool_call_input",
+}  # fmt: skip
 
 
 class ResponseItems:
     """Builds items of reasoning, text and calls. An item is opened, extended, and closed before the next.
 
     ``items`` are updated when they are closed. Their ids are the same if a response is generated again. Events have no
-    sequence_number; the sender adds it. With ``seal`` reasoning also has encrypted content.
+    sequence_number; the sender adds it. With ``seal`` reasoning also has encrypted content. ``tools`` are those of the
+    request, by the names of their functions.
     """
 
     def __init__(
         self,
         response_id: str,
         tokens: TokenTexts,
+        tools: Mapping[str, CallableTool],
         *,
         with_logprobs: bool,
         seal: Callable[[str], str] | None = None,
@@ -191,6 +198,7 @@ class ResponseItems:
         self._seal = seal
         self.items: list[JSONObject] = []
         self._tokens = tokens
+        self._tools = tools
         self._with_logprobs = with_logprobs
         self._kind: str | None = None  # of the open item, which is the last one
         self._pieces: list[str] = []
@@ -206,15 +214,23 @@ class ResponseItems:
         for call in delta.tool_calls or ():
             if call.index != self._call:
                 self._call = call.index
-                call_id = made_call_id(self._response_id, call.index)
-                events += self._open("function_call", call_id=call_id, name=call.name or "")
-            if call.arguments:
+                events += self._open_call(made_call_id(self._response_id, call.index), call.name or "")
+            if call.arguments and self._kind == "custom_tool_call":
+                self._pieces.append(call.arguments)  # JSON, whose text is sent when it is complete
+            elif call.arguments:
                 events.append(self._grow(call.arguments, delta))
         return events
 
     def finish(self, status: str) -> Events:
         """Close the open item as ``completed`` or ``incomplete``. An empty answer gets an empty message."""
         return ([] if self.items else self._open("message")) + self._close(status)
+
+    def _open_call(self, call_id: str, function: str) -> Events:
+        tool = self._tools.get(function)
+        if tool is None:
+            return self._open("function_call", call_id=call_id, name=function)
+        named = {"name": tool.tool["name"]} | ({} if tool.namespace is None else {"namespace": tool.namespace})
+        return self._open("custom_tool_call" if tool.is_custom else "function_call", call_id=call_id, **named)
 
     def _open(self, kind: str, **fields: str) -> Events:
         events = self._close("completed")
@@ -223,7 +239,7 @@ class ResponseItems:
         item = {"id": made, "type": kind, "status": "in_progress"} | _EMPTY[kind] | fields
         self.items.append(item)
         events.append({"type": "response.output_item.added", "output_index": len(self.items) - 1, "item": dict(item)})
-        if kind != "function_call":
+        if kind not in CALLS:
             events.append(self._event("content_part.added", part=text_part(_PIECES[kind], "")))
         return events
 
@@ -245,6 +261,10 @@ class ResponseItems:
         if self._kind == "function_call":
             item["arguments"] = text
             events = [self._event(f"{piece}.done", name=item["name"], arguments=text)]
+        elif self._kind == "custom_tool_call":
+            item["input"] = text = text_of(text)
+            events = [self._event(f"{piece}.delta", delta=text)] if text else []
+            events.append(self._event(f"{piece}.done", input=text))
         else:
             part = text_part(piece, text, self._logprobs)
             item["content"] = [part]
@@ -258,7 +278,7 @@ class ResponseItems:
         return [*events, {"type": "response.output_item.done", "output_index": len(self.items) - 1, "item": item}]
 
     def _event(self, kind: str, **fields: object) -> JSONObject:
-        place = {} if self._kind == "function_call" else {"content_index": 0}
+        place = {} if self._kind in CALLS else {"content_index": 0}
         head = {"type": f"response.{kind}", "item_id": self.items[-1]["id"], "output_index": len(self.items) - 1}
         return head | place | fields
 

@@ -204,6 +204,13 @@ async def test_counted_tokens_are_those_of_the_message(client: httpx.AsyncClient
     error_of(await client.post(f"{PATH}/count_tokens", json=BODY))  # max_tokens is no field of it
 
 
+async def test_edits_that_remove_nothing_change_nothing(client: httpx.AsyncClient) -> None:
+    edits = [{"type": "clear_thinking_20251015", "keep": "all"}]
+    answer = await client.post(f"{PATH}?beta=true", json=BODY | {"context_management": {"edits": edits}})
+    assert answer.status_code == 200, answer.text
+    assert answer.json()["content"] == (await create(client))["content"]
+
+
 BAD: list[tuple[dict[str, Any], str]] = [
     ({"max_tokens": None}, "max_tokens"),
     ({"max_tokens": 0}, "max_tokens"),
@@ -227,6 +234,9 @@ BAD: list[tuple[dict[str, Any], str]] = [
     ({"service_tier": "fast"}, "service_tier"),
     ({"metadata": {"name": "x"}}, "metadata.name"),
     ({"container": "c"}, "container"),
+    ({"context_management": {"edits": [{"type": "clear_tool_uses_20250919"}]}}, "context_management.edits[0].type"),
+    ({"context_management": {"edits": [{"type": "clear_thinking_20251015"}]}}, "context_management.edits[0].keep"),
+    ({"context_management": {"zzz": 1}}, "context_management.zzz"),
     ({"n": 2}, "n"),
     ({"output_config": {"format": {"type": "xml"}}}, "output_config.format"),
 ]

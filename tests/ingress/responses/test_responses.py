@@ -267,7 +267,7 @@ BAD: list[tuple[dict[str, Any], str]] = [
     ({"background": True, "store": False}, "background"),
     ({"text": {"format": {"type": "yaml"}}}, "text.format.type"),
     ({"text": {"tone": "kind"}}, "text.tone"),
-    ({"tools": [{"type": "web_search"}]}, "tools[0].type"),
+    ({"tools": [{"type": "computer_use_preview"}]}, "tools[0].type"),
     ({"tools": [{"type": "function"}]}, "tools[0].name"),
     ({"conversation": "c"}, "conversation"),
     ({"prompt": {"id": "p"}}, "prompt"),
