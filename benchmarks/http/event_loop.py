@@ -19,6 +19,7 @@ import tempfile
 import time
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
+from dataclasses import replace
 from functools import cache
 from pathlib import Path
 
@@ -93,9 +94,7 @@ class InstantEngine(EngineClient):
 
     async def outputs(self) -> AsyncIterator[EngineCoreOutputs]:
         while True:
-            step = await self._steps.get()
-            step.created = time.time()
-            yield step
+            yield replace(await self._steps.get(), created=time.time())
             await asyncio.sleep(0)
 
     async def close(self) -> None:
