@@ -12,6 +12,7 @@ from raylm.config import Config
 from raylm.engine.adapter_table import AdapterTable
 from raylm.engine.grammar_preparation import GrammarPreparation
 from raylm.engine.kv_cache_manager import KVCacheManager
+from raylm.engine.link import Silence
 from raylm.engine.model_executor import ModelExecutor
 from raylm.engine.outbox import Outbox
 from raylm.engine.recording import create_scheduler
@@ -335,12 +336,14 @@ class EngineCore:
     ) -> ModelRunnerOutput:
         """Wait for the result of the oldest step, with a time limit: only the limit reveals a worker that hangs.
 
+        A time in which this process itself was stopped, as with its whole node, does not count: the worker was, too.
+
         Raises:
             EngineCrashedError: the step took longer than its limit.
         """
         limit_s, named = self._limit.of(plan)
         late: list[SchedulerOutput] = []
-        timer = asyncio.get_running_loop().call_later(limit_s, _give_up, plan, result, late)
+        silence = Silence(lambda: _give_up(plan, result, late), limit_s)
         try:  # asyncio.timeout costs three times as much in every step
             output = await result
         except asyncio.CancelledError as error:
@@ -348,7 +351,7 @@ class EngineCore:
                 raise
             raise EngineCrashedError(f"A step has taken longer than {named}, {limit_s:g} s.") from error
         finally:
-            timer.cancel()
+            silence.stop()
         self._limit.observe(plan, output)
         return output
 

@@ -45,6 +45,7 @@ def main() -> None:
     definition = yaml.safe_load(Path(sys.argv[1]).read_text())
     (version,) = (version for version in definition["spec"]["versions"] if version["name"] == "v1")
     files = sorted((HERE.parents[1] / "deploy").glob("rayservice*.yaml"))
+    files.append(HERE.parents[1] / "deploy" / "gcs-fault-tolerance.yaml")
     documents = [yaml.safe_load(file.read_text()) for file in files]
     schema = reduced(version["schema"]["openAPIV3Schema"], documents, "RayService")
     # Every object has these; the definition leaves them to Kubernetes.

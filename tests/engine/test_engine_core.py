@@ -415,6 +415,24 @@ async def test_a_step_has_its_time_for_itself_and_not_with_the_one_before_it() -
         assert await collect(outbox, 1)
 
 
+async def test_the_time_in_which_the_whole_node_was_stopped_is_not_counted() -> None:
+    class Stopped(FakeExecutor):
+        def execute(self, plan: SchedulerOutput) -> Awaitable[ModelRunnerOutput]:
+            return super().execute(plan) if plan.step != 3 else asyncio.ensure_future(self._stop(super().execute(plan)))
+
+        async def _stop(self, output: Awaitable[ModelRunnerOutput]) -> ModelRunnerOutput:
+            await asyncio.sleep(0.1)  # in which the core begins to wait for this step
+            time.sleep(2)  # noqa: ASYNC251 - the event loop stands still, as if its process had been stopped
+            await asyncio.sleep(0.01)  # in which the worker ends the step
+            return await output
+
+    limited = Config.model_validate({"engine": {"step_timeout_s": 1.0}})
+    async with running(Stopped(), limited) as core:
+        outbox, requests = core.connect("a"), some(1, max_tokens=6)
+        core.add("a", requests)
+        assert await collect(outbox, 1) == answers(requests)
+
+
 async def test_a_worker_that_hangs_in_a_step_is_given_up() -> None:
     class Hanging(FakeExecutor):
         def execute(self, plan: SchedulerOutput) -> Awaitable[ModelRunnerOutput]:

@@ -6,6 +6,7 @@ import hashlib
 import hmac
 import math
 import os
+import platform
 import time
 from collections.abc import Iterable, Iterator
 from dataclasses import replace
@@ -111,7 +112,10 @@ def read_keys(config: IngressConfig, policy: str = "fair") -> _Named | None:
         try:
             text = Path(path).read_text()
         except (OSError, UnicodeDecodeError) as error:
-            raise ConfigError(f"ingress.api_keys_file: {path} cannot be read ({type(error).__name__}).") from None
+            raise ConfigError(
+                f"ingress.api_keys_file: {path} cannot be read on {platform.node()} ({type(error).__name__}); on a "
+                "cluster every node needs it."
+            ) from None
         keys += _parse(text, "ingress.api_keys_file", keys)
     if (name := config.api_keys_env) is not None:
         if name not in os.environ:
