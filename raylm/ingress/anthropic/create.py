@@ -95,7 +95,7 @@ class Message:
                     self._usage.count(output)
                     events: Events = []
                     if not begun:
-                        begun, events = True, [{"type": "message_start", "message": self.as_json()}, {"type": "ping"}]
+                        begun, events = True, [{"type": "message_start", "message": self._opening()}, {"type": "ping"}]
                         events = events[self._told.openings :]
                     for delta in output.deltas:
                         events += self._take(delta)
@@ -115,6 +115,12 @@ class Message:
             events.append({"type": "message_delta", "delta": ended, "usage": self._usage_json()})
             events.append(LAST_EVENT)
         return events
+
+    def _opening(self) -> JSONObject:
+        """The message before its content. It counts no token that comes after it."""
+        message = self.as_json()
+        message["usage"] |= {"output_tokens": 0, "output_tokens_details": {"thinking_tokens": 0}}
+        return message
 
     def _usage_json(self) -> JSONObject:
         """Anthropic's count of input tokens excludes cached tokens."""

@@ -66,6 +66,8 @@ def _chat_item(token_id: int, logprob: float, tokens: TokenTexts) -> JSONObject:
 class CompletionLogprobs:
     """``choices[].logprobs`` in chunks of one choice of a completion. Offsets continue across chunks.
 
+    The token itself is the first of its ``top_logprobs``, as clients of vLLM expect.
+
     ``text_offset`` is the number of characters of the choice's text before the token. A character of several tokens
     counts at its last token.
     """
@@ -110,19 +112,23 @@ class CompletionLogprobs:
         }
 
     def _top(self, entry: TokenLogprob, num_top: int | None) -> dict[str, float]:
-        likely = [*entry.top[:num_top], (entry.token_id, entry.logprob)]
+        likely = [(entry.token_id, entry.logprob), *entry.top[:num_top]]
         return {self._tokens.text_of(token_id): max(logprob, _LOWEST) for token_id, logprob in likely}
 
 
 def prompt_logprobs(entries: Sequence[TokenLogprob | None], num_top: int, tokens: TokenTexts) -> Pieces:
-    """vLLM's ``prompt_logprobs``: for each prompt token null or {token id: {logprob, rank, decoded_token}}."""
+    """vLLM's ``prompt_logprobs``: for each prompt token null or {token id: {logprob, rank, decoded_token}}.
+
+    The prompt's own token is the first, as clients of vLLM expect.
+    """
     return Pieces(None if entry is None else _by_id(entry, num_top, tokens) for entry in entries)
 
 
 def _by_id(entry: TokenLogprob, num_top: int, tokens: TokenTexts) -> JSONObject:
-    found = {
+    own = {"logprob": max(entry.logprob, _LOWEST), "rank": entry.rank, "decoded_token": tokens.text_of(entry.token_id)}
+    others = {
         str(token_id): {"logprob": max(logprob, _LOWEST), "rank": rank, "decoded_token": tokens.text_of(token_id)}
         for rank, (token_id, logprob) in enumerate(entry.top[:num_top], 1)
+        if token_id != entry.token_id
     }
-    own = {"logprob": max(entry.logprob, _LOWEST), "rank": entry.rank, "decoded_token": tokens.text_of(entry.token_id)}
-    return found | {str(entry.token_id): own}
+    return {str(entry.token_id): own} | others

@@ -76,6 +76,9 @@ async def test_events_come_in_order(client: httpx.AsyncClient) -> None:
         "container": None,
     }
     assert events[-2]["usage"]["output_tokens"] == 13
+    begun = events[0]["message"]["usage"]
+    assert begun["input_tokens"] + begun["cache_read_input_tokens"] > 0
+    assert (begun["output_tokens"], begun["output_tokens_details"]) == (0, {"thinking_tokens": 0})
 
 
 # Fields that Anthropic's specification requires: of a message, of its usage, of a message_delta's usage.

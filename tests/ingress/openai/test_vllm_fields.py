@@ -2,11 +2,15 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import httpx
 import pytest
 
+from raylm.frontend import TokenLogprob
 from raylm.frontend.answers.answer_format import AnswerFormat
 from raylm.frontend.answers.reasoning_parsers import REASONING_PARSERS
+from raylm.ingress.openai.logprobs import CompletionLogprobs, TokenTexts, prompt_logprobs
 from raylm.messages import Thinking
 from tests.ingress.fake_llm import CUSTOM_ROLE, FakeAsyncLLM
 from tests.ingress.harness import CHAT, TEXT, events
@@ -144,3 +148,17 @@ async def test_a_role_of_the_templates_own_is_taken(client: httpx.AsyncClient, l
     assert llm.rendered[-1].messages[1] == {"role": CUSTOM_ROLE, "content": "a"}
     answer = await client.post(PATH, json=CHAT | {"messages": [{"role": "asistant", "content": "x"}]})
     assert "did you mean 'assistant'?" in answer.json()["error"]["message"]
+
+
+def test_a_token_is_the_first_of_its_alternatives(llm: FakeAsyncLLM) -> None:
+    of_prompt: Any
+    tokens = TokenTexts(llm)  # type: ignore[arg-type]
+    entry = TokenLogprob(99, -3.0, 3, [(97, -0.5), (98, -1.0)])
+    (top,) = CompletionLogprobs(tokens, 2).generated([99], [entry])["top_logprobs"]
+    assert list(top.items()) == [("c", -3.0), ("a", -0.5), ("b", -1.0)]
+    (of_prompt,) = prompt_logprobs([entry], 2, tokens).values
+    assert list(of_prompt) == ["99", "97", "98"]
+    assert of_prompt["99"] == {"logprob": -3.0, "rank": 3, "decoded_token": "c"}
+    entry.top = [(97, -0.5), (99, -3.0)]
+    (of_prompt,) = prompt_logprobs([entry], 2, tokens).values
+    assert [(name, found["rank"]) for name, found in of_prompt.items()] == [("99", 3), ("97", 1)]
