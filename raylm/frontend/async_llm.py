@@ -192,7 +192,8 @@ class AsyncLLM:
                 request = self._input.build(token_ids, params, limits, head)
             requests.append((request, head.told_before))
             tokenized.append(token_ids)
-        await place.claim_tokens(requests, params.max_tokens if isinstance(params, SamplingParams) else None)
+        max_tokens = params.max_tokens if isinstance(params, SamplingParams) else None
+        await place.claim_tokens(requests, max_tokens, heads[0].param)
         return tokenized
 
     async def _request(
@@ -213,7 +214,7 @@ class AsyncLLM:
         request = self._input.build(
             token_ids, params, limits, head, bad_words=bad_words, grammar=grammar, thinking=thinking
         )
-        return request if head.place is None else head.place.bounded(request, params.max_tokens)
+        return request if head.place is None else head.place.bounded(request, params.max_tokens, head.param)
 
     async def embed(
         self, prompt: Prompt, params: PoolingParams, head: RequestHead
@@ -347,7 +348,7 @@ class AsyncLLM:
 async def _claim(request: EngineCoreRequest, head: RequestHead, max_tokens: int | None) -> None:
     """Reserve the tokens of a prompt that came alone."""
     if head.place is not None:
-        await head.place.claim_tokens([(request, head.told_before)], max_tokens)
+        await head.place.claim_tokens([(request, head.told_before)], max_tokens, head.param)
 
 
 def _waiting(place: Place | None) -> Reservation | None:

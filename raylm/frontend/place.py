@@ -72,10 +72,13 @@ class Place:
         """Refuse a body of ``num_bytes`` before it is read. OverloadedError if the queue has no room for it."""
         self._queue.check(num_bytes, *self._name_and_weight())
 
-    async def claim(self) -> None:
-        """Count as a request of its key. RateLimitError if the key has reached a limit."""
+    async def claim(self, *, begins: bool = True) -> None:
+        """Count as a request of its key. RateLimitError if the key has reached a limit.
+
+        A request that another replica began counts as open alone.
+        """
         if self.key is not None and self._state is not None and self.key.limits.bounds_requests:
-            self._owned.callback((await self._state.claim(self.key.name, self.key.limits)).end)
+            self._owned.callback((await self._state.claim(self.key.name, self.key.limits, begins=begins)).end)
 
     def wait(self, num_bytes: int) -> Reservation:
         """Enter the queue with a body of ``num_bytes``. OverloadedError if there is no room."""
@@ -107,8 +110,10 @@ class Place:
         """How many of its prompts, of ``num_sequences`` each, may wait for their first tokens at once."""
         return self._queue.at_once(num_sequences)
 
-    def bounded(self, request: EngineCoreRequest, max_tokens: int | None) -> EngineCoreRequest:
+    def bounded(self, request: EngineCoreRequest, max_tokens: int | None, param: str) -> EngineCoreRequest:
         """Limit the length of the answer to what the key may ask for, if the client gave no ``max_tokens``.
+
+        ``param`` is the field of the prompt.
 
         Raises:
             InvalidRequestError: the client asks for more, or for more than the key's limit of tokens a minute.
@@ -118,10 +123,12 @@ class Place:
         most, params = self._longest_answer(request), request.params
         if most is None or params.max_tokens is None or params.max_tokens <= most:
             return request
-        if max_tokens is not None or params.min_tokens > most or most < 1:
+        if most < 1:
+            raise self._too_long(request, param)
+        if max_tokens is not None or params.min_tokens > most:
             name = "min_tokens" if max_tokens is None and params.min_tokens > most else "max_tokens"
             which = "this prompt" if self._prompts == 1 else "each of these prompts"
-            message = f"'{name}' may be at most {max(most, 0)} for {which}, by the limits of this API key."
+            message = f"'{name}' may be at most {most} for {which}, by the limits of this API key."
             raise InvalidRequestError(message, param=name)
         return replace(request, params=replace(params, max_tokens=most))
 
@@ -130,7 +137,9 @@ class Place:
         """Whether the key has a limit of tokens. Then call ``claim_tokens`` before the first prompt is sent."""
         return self.key is not None and self._state is not None and self.key.limits.tokens_per_minute is not None
 
-    async def claim_tokens(self, requests: Iterable[tuple[EngineCoreRequest, Told]], max_tokens: int | None) -> None:
+    async def claim_tokens(
+        self, requests: Iterable[tuple[EngineCoreRequest, Told]], max_tokens: int | None, param: str
+    ) -> None:
         """Reserve, in one claim, the most tokens that all prompts of the request and their answers can take.
 
         Tokens that an earlier connection delivered are not reserved again. ``max_tokens`` is the client's own limit.
@@ -146,7 +155,7 @@ class Place:
         asked = list(requests)
         self._prompts = len(asked)
         self._prompt_tokens = sum(len(request.prompt_token_ids) for request, _ in asked)
-        bounded = [(self.bounded(request, max_tokens), told) for request, told in asked]
+        bounded = [(self.bounded(request, max_tokens, param), told) for request, told in asked]
         tokens = sum(_most_tokens(request, told) for request, told in bounded)
         if tokens > limit:
             message = f"It takes up to {tokens:,} tokens; this API key is served {limit:,} in a minute."
@@ -195,6 +204,15 @@ class Place:
             prompts = len(request.prompt_token_ids) if self._prompt_tokens is None else self._prompt_tokens
             bounds.append((limit - prompts) // (self._prompts * request.params.n))
         return min(bounds, default=None)
+
+    def _too_long(self, request: EngineCoreRequest, param: str) -> InvalidRequestError:
+        assert self.key is not None
+        tokens = len(request.prompt_token_ids) if self._prompt_tokens is None else self._prompt_tokens
+        least, limit = tokens + self._prompts * request.params.n, self.key.limits.tokens_per_minute
+        message = (
+            f"'{param}' takes at least {least:,} tokens with its answer; this API key is served {limit:,} in a minute."
+        )
+        return InvalidRequestError(message, param=param)
 
     def _name_and_weight(self) -> tuple[str, float]:
         return ("", 1.0) if self.key is None else (self.key.name, self.key.weight)

@@ -299,8 +299,9 @@ async def test_an_answer_is_as_long_as_its_key_may_ask_for(llm: AsyncLLM, engine
     with pytest.raises(InvalidRequestError) as refused:
         await sent(llm, engine, head_of(few, state, llm), max_tokens=21)
     assert refused.value.param == "max_tokens"
-    with pytest.raises(InvalidRequestError, match="at most 0"):
+    with pytest.raises(InvalidRequestError, match="takes at least 6 tokens with its answer") as refused:
         await sent(llm, engine, head_of(ApiKey("x", limits=KeyLimits(tokens_per_minute=5)), state, llm))
+    assert refused.value.param == "prompt", "the client sent no other field"
     await state.close()
 
 

@@ -111,7 +111,7 @@ class _Rows:
         self._changed: set[str] = set()  # keys that changed since the last report
 
     def take(self, claim: Claim, now: float) -> None:
-        self._own[claim.key].take(claim.tokens, now)
+        self._own[claim.key].take(claim, now)
         self._changed.add(claim.key)
 
     def give_back(self, claim: Claim, served: int, now: float) -> None:
@@ -187,15 +187,17 @@ class StateClient:
         with suppress(StateLostError):
             await self._link.leave(self.replica)
 
-    async def claim(self, key: str, limits: KeyLimits, tokens: int | None = None) -> Hold:
+    async def claim(self, key: str, limits: KeyLimits, tokens: int | None = None, *, begins: bool = True) -> Hold:
         """Claim the start of one request, or ``tokens`` tokens, before the request is dispatched.
+
+        A request that another replica began is claimed with ``begins`` False.
 
         Raises:
             RateLimitError: the claim exceeds a limit of the key now.
             EngineUnavailableError: the state did not answer in time.
         """
         self.start()
-        hold = Hold(self, Claim(key, limits, tokens))
+        hold = Hold(self, Claim(key, limits, tokens, begins))
         self._asked.append(hold)
         self._wake.set()
         try:

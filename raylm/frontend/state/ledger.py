@@ -67,13 +67,13 @@ class Ledger:
         elif limits.concurrency is not None and sum(row.open for row in of_all) >= limits.concurrency:
             refused_by, retry_after_s = "concurrency", _RETRY_S
         else:
-            retry_after_s = requests.wait_s(1, now)
+            retry_after_s = requests.wait_s(1, now) if claim.begins else 0.0
             refused_by = "requests_per_minute" if retry_after_s else None
         if refused_by is None:
-            own.take(claim.tokens, now)
+            own.take(claim, now)
             self._changed(own)
             if claim.tokens is None:
-                requests.total += 1
+                requests.total += claim.begins
             else:
                 tokens.total += claim.tokens
                 tokens.held += claim.tokens

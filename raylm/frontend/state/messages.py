@@ -39,11 +39,15 @@ NO_LIMITS = KeyLimits()
 
 @dataclass(frozen=True, slots=True)
 class Claim:
-    """A claim to limits of ``key``: to begin one request (``tokens`` None), or to serve ``tokens`` tokens."""
+    """A claim to limits of ``key``: to open one request (``tokens`` None), or to serve ``tokens`` tokens.
+
+    A request that ``begins`` counts for requests_per_minute. A request that another replica began does not.
+    """
 
     key: str
     limits: KeyLimits
     tokens: int | None = None
+    begins: bool = True
 
 
 @dataclass(slots=True)
@@ -62,13 +66,13 @@ class Usage:
     tokens: dict[float, int] = field(default_factory=dict)
     version: int = 0
 
-    def take(self, tokens: int | None, now: float) -> None:
+    def take(self, claim: Claim, now: float) -> None:
         """Add a granted claim."""
-        if tokens is None:
+        if claim.tokens is None:
             self.open += 1
-            _count(self.requests, 1, now)
+            _count(self.requests, int(claim.begins), now)
         else:
-            self.reserved += tokens
+            self.reserved += claim.tokens
 
     def give_back(self, tokens: int | None, served: int, now: float) -> None:
         """End a claim, of which ``served`` tokens were served."""

@@ -96,7 +96,7 @@ class Gate:
         place = Place(queue, key, self.state)
         try:
             place.keep(self.lifecycle.admit())
-            await place.claim()
+            await place.claim(begins=False)
             place.wait(num_bytes)
         except BaseException:
             place.leave()

@@ -15,6 +15,7 @@ from typing import TYPE_CHECKING, Any
 import orjson
 
 from raylm.errors import (
+    CancelledRequestError,
     EngineDiedError,
     EngineUnavailableError,
     NotFoundError,
@@ -315,6 +316,9 @@ class CreateResponse:
                 await self._tell(job, outputs, items, begun)
         except (ShuttingDownError, StoreLostError):
             await self._release(job.id)
+        except CancelledRequestError:
+            with suppress(StoreLostError):
+                await self._store.cancel(job.owner, job.id)
         except Exception as error:
             if job.status == "queued" and _may_succeed_later(error):
                 await self._release(job.id)

@@ -7,7 +7,7 @@ from collections.abc import AsyncGenerator, Callable, Mapping
 from contextlib import aclosing
 from typing import TYPE_CHECKING
 
-from raylm.errors import RayLMError
+from raylm.errors import CancelledRequestError, RayLMError
 from raylm.ingress.http.body import JSONObject
 from raylm.ingress.http.errors import as_known_error
 from raylm.ingress.openai.fields import renamed
@@ -96,6 +96,7 @@ class ResponseJob:
 
         Raises:
             Exception: generation failed before it began. Later errors become an event.
+            CancelledRequestError: an operator ended a background response.
         """
         try:
             async with aclosing(outputs):
@@ -108,7 +109,7 @@ class ResponseJob:
                     yield self._take(output)
             self._usage.check_finished()
         except Exception as error:
-            if self.status == "queued":
+            if self.status == "queued" or (self._body.background and isinstance(error, CancelledRequestError)):
                 raise
             self.fail(error)
             yield self.told_as("failed")

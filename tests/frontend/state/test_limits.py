@@ -234,7 +234,7 @@ def test_a_report_that_is_late_or_repeated_changes_nothing() -> None:
     first = StateReport("x", 1.0, claims=claims)
     assert remaining(first) == remaining(first) == 2
     row = Usage()
-    row.take(None, 1.0)
+    row.take(claims[0], 1.0)
     second = StateReport("x", 2.0, state.incarnation, {"a": row}, claims=claims)
     assert remaining(second) == 1
     assert remaining(first) is None, "late"
@@ -276,11 +276,11 @@ def test_a_ledger_grants_whatever_fits(data: st.DataObject) -> None:
                 ledger.replace(replica, {"a": rows[replica]}, 0.0, whole=False)
             continue
         asked = data.draw(st.integers(1, 30)) if kind == "tokens" else None
-        claim = Claim("a", limits, asked)
+        claim = Claim("a", limits, asked, begins=data.draw(st.booleans()))
         standing = ledger.claim(replica, claim, now)
         if asked is None:
             seats = sum(tokens is None for _, tokens in held)
-            fits = seats < 3 and sum(floor(at) + COUNTED_S > now for at in begun) < 4
+            fits = seats < 3 and (not claim.begins or sum(floor(at) + COUNTED_S > now for at in begun) < 4)
         else:
             reserved = sum(tokens or 0 for _, tokens in held)
             fits = reserved + sum(n for at, n in served if floor(at) + COUNTED_S > now) + asked <= 50
@@ -290,6 +290,6 @@ def test_a_ledger_grants_whatever_fits(data: st.DataObject) -> None:
                 assert answers == ["tokens_per_minute", None]
         assert (standing.refused_by is None) == fits
         if fits:
-            rows[replica].take(asked, now)
+            rows[replica].take(claim, now)
             held.append((replica, asked))
-            begun += [now] if asked is None else []
+            begun += [now] if asked is None and claim.begins else []

@@ -10,6 +10,7 @@ from random import Random
 from typing import Any
 
 import httpx
+import pytest
 
 from raylm.config import Config
 from raylm.frontend import Admission, AsyncLLM
@@ -175,14 +176,58 @@ async def test_a_response_in_the_background_is_billed_to_its_key(tmp_path: Path)
         assert PATH in [line["path"] for line in recent]
 
 
-async def test_its_owner_sees_and_ends_a_response_in_the_background(tmp_path: Path) -> None:
+@pytest.mark.parametrize("begun", [False, True])
+async def test_its_owner_sees_and_ends_a_response_in_the_background(tmp_path: Path, begun: bool) -> None:
     async with replica(tmp_path) as one:
         response_id = (await one.create()).json()["id"]
         await until(lambda: len(one.engine.added) == 1)
+        if begun:
+            one.engine.say((one.engine.added[0].key, 0, [5], None))
+            async with asyncio.timeout(300):
+                while (await one.client.get(f"{PATH}/{response_id}", headers=ALICE)).json()["status"] == "queued":
+                    pass
         (line,) = await one.in_flight()
         assert (line["key"], line["path"]) == ("alice", PATH)
         assert (await one.client.delete(f"/v1/requests/{line['id']}", headers=BOB)).status_code == 404
         assert (await one.client.delete(f"/v1/requests/{line['id']}", headers=ALICE)).status_code == 200
         found = await one.ended(response_id)
-        assert (found["status"], found["error"]["message"]) == ("failed", "The request was ended by an operator.")
+        assert (found["status"], found["error"]) == ("cancelled", None), "as by POST /v1/responses/ID/cancel"
         await until(lambda: bool(one.engine.aborted))
+        await until(lambda: not one.responses._background)
+        assert not await one.responses._store.renew("other", 9)
+
+
+@pytest.mark.parametrize("stream", [False, True])
+async def test_a_prompt_that_no_minute_has_room_for_is_refused_at_once(tmp_path: Path, stream: bool) -> None:
+    async with replica(tmp_path, "tokens_per_minute=150") as one:
+        refused = await one.create(input="word " * 300, stream=stream)
+        assert error_of(refused, 400)["param"] == "input"
+        assert one.responses._store._database.execute("SELECT COUNT(*) FROM responses").fetchone() == (0,)
+
+
+async def test_a_response_that_is_taken_over_is_no_further_request(tmp_path: Path) -> None:
+    """However often: while there is no engine for it, its makers try again."""
+    limits = "requests_per_minute=2 concurrency=2"
+    async with replica(tmp_path, limits) as first:
+        response_id = (await first.create()).json()["id"]
+        await until(lambda: len(first.engine.added) == 1)
+        async with replica(tmp_path, limits) as second:
+            for number in range(1, 4):
+                await first.lose_makers()
+                await second.responses.take_over_once()
+                await until(lambda: len(second.engine.added) == number)  # noqa: B023
+                for task in second.responses._background:
+                    task.cancel()
+                await until(lambda: not second.responses._background)
+                again = "UPDATE responses SET makers = 0"
+                await second.responses._store._do(lambda: second.responses._store._database.execute(again))  # noqa: B023
+            asked = second.client.post(PATH, json={"model": "embedded", "input": "x"}, headers=ALICE)
+            asking = asyncio.create_task(asked)
+            await until(lambda: len(second.engine.added) == 4)
+            second.engine.say((second.engine.added[-1].key, 0, [5], "stop"))
+            assert (await asking).headers["x-ratelimit-remaining-requests"] == "1"
+            await first.lose_makers()
+            await second.responses.take_over_once()
+            await until(lambda: len(second.engine.added) == 5)
+            second.engine.say((second.engine.added[-1].key, 0, [5], "stop"))
+            assert (await second.ended(response_id))["status"] == "completed"
