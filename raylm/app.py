@@ -108,7 +108,7 @@ def _gpus(config: Config) -> int:
     if config.device == "cpu" or (config.device == "auto" and not most):
         return 0
     if not most:
-        raise ConfigError("device: 'cuda' is asked for, but the cluster has no GPU.")
+        raise ConfigError("device: 'cuda' is set, but the cluster has no GPU.")
     ranks = config.engine.tensor_parallel_size
     if ranks > most:
         raise ConfigError(

@@ -93,7 +93,7 @@ class SchedulerConfig(Frozen):
     @model_validator(mode="after")
     def _drafts_to_share(self) -> SchedulerConfig:
         if self.share_drafts and not self.speculative_tokens:
-            raise ValueError("share_drafts: without speculative_tokens nothing is drafted; set it, or leave this out")
+            raise ValueError("share_drafts needs speculative_tokens; set it, or remove share_drafts")
         return self
 
 
@@ -159,7 +159,7 @@ class EngineConfig(Frozen):
     @model_validator(mode="after")
     def _ranks_are_actors(self) -> EngineConfig:
         if self.tensor_parallel_size > 1 and self.executor != "ray":
-            raise ValueError("tensor_parallel_size: ranks are processes of their own, so the executor must be 'ray'")
+            raise ValueError("tensor_parallel_size: each rank is a process, so the executor must be 'ray'")
         return self
 
 
@@ -226,9 +226,9 @@ class IngressConfig(Frozen):
     @model_validator(mode="after")
     def _spans_can_be_sent(self) -> IngressConfig:
         if self.otlp_endpoint is not None and not re.fullmatch(r"https?://[^/\s]+(/\S*)?", self.otlp_endpoint):
-            raise ValueError(f"otlp_endpoint: {self.otlp_endpoint!r} is no URL such as http://localhost:4318")
+            raise ValueError(f"otlp_endpoint: {self.otlp_endpoint!r} is not a URL such as http://localhost:4318")
         if self.otlp_content and self.otlp_endpoint is None:
-            raise ValueError("otlp_content: spans are sent nowhere; set otlp_endpoint too")
+            raise ValueError("otlp_content needs otlp_endpoint; set it too")
         return self
 
     @property

@@ -52,7 +52,7 @@ def grammar_of(spec: StructuredOutputs) -> str:
     if spec.json is not None:
         text = spec.json if isinstance(spec.json, str) else json.dumps(spec.json)
         if not has_finite_value(json.loads(text)):
-            raise ValueError("no finite JSON value fits it: what it requires contains itself.")
+            raise ValueError("no finite JSON value matches it: a required value contains itself.")
         return LLMatcher.grammar_from_json_schema(text, defaults=COMPACT)
     if spec.regex is not None:
         return LLMatcher.grammar_from_regex(spec.regex)
@@ -73,7 +73,7 @@ def _as_lark(text: str) -> str:
     except RecursionError:
         raise ValueError("it is nested too deeply.") from None
     except Exception as error:  # llguidance has no exception class for missing or unclosed rules
-        raise ValueError(f"it is no GBNF: {error}") from error
+        raise ValueError(f"it is not GBNF: {error}") from error
 
 
 def matcher(tokenizer: LLTokenizer, grammar: str) -> LLMatcher:

@@ -61,7 +61,7 @@ def _set(tree: dict[str, Any], dotted: str, value: Any, name: str) -> None:
     node = tree.setdefault(section, {}) if section else tree
     if isinstance(node, dict):  # validation rejects anything else later
         if last in node:
-            raise ConfigError(f"{dotted}: it is given twice, as {name!r} too.")
+            raise ConfigError(f"{dotted}: set twice, also as {name!r}.")
         node[last] = value
 
 
@@ -76,7 +76,7 @@ def _check_local(asked: Config) -> None:
         for part in name.split("."):
             value = getattr(value, part)
         if name.startswith(_SERVERS) and value != default:
-            raise ConfigError(f"{name}: it is a server's, and does nothing for an LLM.")
+            raise ConfigError(f"{name}: this knob is for servers and has no effect in LLM.")
 
 
 def params_of(kind: type[P], params: Any, keywords: Mapping[str, Any], defaults: Mapping[str, Any]) -> Any:
@@ -93,7 +93,7 @@ def params_of(kind: type[P], params: Any, keywords: Mapping[str, Any], defaults:
             hint = f"did you mean {near}?" if near else f"{kind.__name__} has {', '.join(known)}."
             raise InvalidRequestError(f"unknown parameter {name!r}; {hint}", param=name)
     if params is not None and keywords:
-        message = f"params and {', '.join(keywords)} exclude each other: what to ask for is in params already."
+        message = f"params and {', '.join(keywords)} cannot be combined; set them in params."
         raise InvalidRequestError(message, param="params")
     return kind(**{**defaults, **keywords}) if params is None else params
 
@@ -117,7 +117,7 @@ def adapters_each(adapters: Any, count: int) -> list[str | None]:
 def _one_each(name: str, given: Any, count: int, *, shared: bool) -> list[Any]:
     listed = [given] * count if shared else list(given)
     if len(listed) != count:
-        raise InvalidRequestError(f"{name} holds {len(listed)} entries for {count} prompts.", param=name)
+        raise InvalidRequestError(f"{name} has {len(listed)} entries for {count} prompts.", param=name)
     return listed
 
 

@@ -40,7 +40,7 @@ def render(template: str, conversation: list[dict[str, Any]], fields: dict[str, 
     except Exception as error:
         return None, f"The chat template could not render the messages ({type(error).__name__})."
     if len(text) > MAX_CHARS:
-        return None, f"The chat template makes more than {MAX_CHARS} characters of the messages."
+        return None, f"The rendered messages have more than {MAX_CHARS} characters."
     return text, None
 
 

@@ -35,7 +35,7 @@ def test_each_worker_gets_a_gpu_where_there_is_one(
 @pytest.mark.parametrize(
     ("nodes", "device", "ranks", "said"),
     [
-        ([0], "cuda", 1, "device: 'cuda' is asked for, but the cluster has no GPU"),
+        ([0], "cuda", 1, "device: 'cuda' is set, but the cluster has no GPU"),
         (
             [2, 2],
             "auto",

@@ -123,7 +123,7 @@ def test_keywords_leave_the_rest_to_the_checkpoint(tmp_path: Path) -> None:
         ({"zzzz": 1}, "unknown parameter 'zzzz'; SamplingParams has n, temperature, "),
         ({"temperature": 9}, "temperature must lie between 0 and 2."),
         ({"max_tokens": "5"}, "max_tokens must be an int or None."),
-        ({"params": GREEDY, "seed": 5}, "params and seed exclude each other"),
+        ({"params": GREEDY, "seed": 5}, "params and seed cannot be combined"),
         ({"adapters": 5}, "adapters must be a name, or a list of names and None."),
         ({"adapters": [5]}, "adapters must be a name, or a list of names and None."),
     ],
@@ -178,7 +178,7 @@ def test_vectors_are_arrays_of_ones_own(llm: LLM) -> None:
         ({"dimension": 5}, "unknown parameter 'dimension'; did you mean dimensions?"),
         ({"temperature": 0}, "unknown parameter 'temperature'; PoolingParams has pooling, normalize, dimensions."),
         ({"params": GREEDY}, "params must be PoolingParams."),
-        ({"params": PoolingParams(), "normalize": False}, "params and normalize exclude each other"),
+        ({"params": PoolingParams(), "normalize": False}, "params and normalize cannot be combined"),
     ],
 )
 def test_wrong_ways_to_pool_are_refused_by_name(llm: LLM, keywords: dict[str, Any], said: str) -> None:
@@ -313,13 +313,13 @@ def test_knobs_have_short_names_and_vllms(path: Path) -> None:
         ({"cache": 5}, "cache: Input should be a valid dictionary or instance of CacheConfig"),
         ({"cache": 5, "num_blocks": 4}, "cache: Input should be a valid dictionary or instance of CacheConfig"),
         ({"model": 5}, "model: Input should be a valid string"),
-        ({"num_blocks": 4, "cache": {"num_blocks": 5}}, "cache.num_blocks: it is given twice, as 'num_blocks' too."),
+        ({"num_blocks": 4, "cache": {"num_blocks": 5}}, "cache.num_blocks: set twice, also as 'num_blocks'."),
         ({"tensor_parallel_size": 2}, "engine.tensor_parallel_size: LLM runs in one process, and each rank needs its"),
         ({"executor": "ray"}, "engine.executor: LLM runs in one process; only 'local' is possible here."),
-        ({"max_queued_requests": 4}, "ingress.max_queued_requests: it is a server's, and does nothing for an LLM."),
-        ({"engine": {"replicas": 2}}, "engine.replicas: it is a server's, and does nothing for an LLM."),
-        ({"tool_parser": "hermes"}, "tool_parser: it is a server's, and does nothing for an LLM."),
-        ({"log_format": "json"}, "log_format: it is a server's, and does nothing for an LLM."),
+        ({"max_queued_requests": 4}, "ingress.max_queued_requests: this knob is for servers and has no effect in LLM."),
+        ({"engine": {"replicas": 2}}, "engine.replicas: this knob is for servers and has no effect in LLM."),
+        ({"tool_parser": "hermes"}, "tool_parser: this knob is for servers and has no effect in LLM."),
+        ({"log_format": "json"}, "log_format: this knob is for servers and has no effect in LLM."),
     ],
 )
 def test_wrong_knobs_are_refused_in_one_line(given: dict[str, Any], said: str) -> None:

@@ -182,8 +182,8 @@ REFUSALS: dict[str, tuple[Callable[[Path, Path], object], str]] = {
         lambda base, path: (make_adapter(base, path) / "adapter_model.safetensors").write_bytes(b"\0" * 64),
         "adapter_model.safetensors cannot be read",
     ),
-    "digits": (lambda base, path: rewrite(make_adapter(base, path), lora_alpha=10**400), "lora_alpha is no number"),
-    "alpha's size": (lambda base, path: rewrite(make_adapter(base, path), lora_alpha=1e30), "lora_alpha is no number"),
+    "digits": (lambda base, path: rewrite(make_adapter(base, path), lora_alpha=10**400), "must be a number"),
+    "alpha's size": (lambda base, path: rewrite(make_adapter(base, path), lora_alpha=1e30), "must be a number"),
     "infinite": (
         lambda base, path: rewrite(make_adapter(base, path, scale=1e36), lora_alpha=1e6), "not finite in float32"),
     "config is a pipe": (
@@ -241,7 +241,7 @@ def test_paths_outside_the_root_are_refused(llm: LLM, root: Path, tmp_path: Path
         (root / "link").symlink_to(tmp_path)
     if path == "loop":
         (root / "loop").symlink_to(root / "loop")
-    with pytest.raises(InvalidRequestError, match="names no directory below") as refused:
+    with pytest.raises(InvalidRequestError, match="is not a directory below") as refused:
         llm.load_adapter("outside", path)
     assert refused.value.param == "lora_path"
 
@@ -257,7 +257,7 @@ def test_adapters_are_off_by_default(checkpoint: Path) -> None:
 def test_models_and_layouts_without_adapters_say_so(tmp_path: Path, root: Path) -> None:
     with pytest.raises(ValueError, match=r"lora.root: adapters are not served with engine.tensor_parallel_size"):
         Config(lora={"root": str(root)}, engine={"tensor_parallel_size": 2})
-    with pytest.raises(ConfigError, match=r"lora.root: .* no directory"):
+    with pytest.raises(ConfigError, match=r"lora.root: .* not a directory"):
         LLM("embedded", lora={"root": str(tmp_path / "nowhere")}, cache={"num_blocks": 16})
 
 

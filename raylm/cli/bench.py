@@ -126,7 +126,7 @@ class _Plan:
         drawn = checked_options(lambda: b.PromptSettings.model_validate(prompts))
         settings = checked_options(lambda: b.BenchSettings.model_validate(given | {"model": self.model or ""}))
         if drawn.tools and settings.endpoint != "chat":
-            raise ConfigError("--tools: functions go with --endpoint chat.")
+            raise ConfigError("--tools needs --endpoint chat.")
         loads: list[load_bench.Load] = []
 
         async def ask() -> None:
@@ -170,7 +170,7 @@ class _Plan:
 def _settings(given: dict[str, Any], lines: Sequence[TraceLine]) -> dict[str, Any]:
     """The settings of the load from the options, without the model."""
     if sum(map(bool, (lines, given["rates"], given["concurrency"]))) > 1:
-        raise ConfigError("--trace, --rate, --concurrency: one of them; each is another kind of load.")
+        raise ConfigError("Set only one of --trace, --rate and --concurrency.")
     with_ids = any(line.prompt is not None for line in lines)
     return given | {
         "concurrency": _numbers("concurrency", given["concurrency"], int) or (1, 8, 32),
@@ -184,9 +184,9 @@ def _numbers(option: str, text: str | None, kind: Callable[[str], Any]) -> tuple
     try:
         found = tuple(kind(part) for part in (text or "").replace(",", " ").split())
     except ValueError:
-        raise ConfigError(f"--{option} {text}: it is one number or several with commas between.") from None
+        raise ConfigError(f"--{option} {text}: must be one number, or several separated by commas.") from None
     if text is not None and (not found or min(found) <= 0):
-        raise ConfigError(f"--{option} {text}: numbers above 0.")
+        raise ConfigError(f"--{option} {text}: numbers must be above 0.")
     return found
 
 
@@ -194,9 +194,9 @@ def _object(text: str) -> dict[str, Any]:
     try:
         found = json.loads(text)
     except ValueError as error:
-        raise ConfigError(f"--body {text}: it is no JSON: {error}") from None
+        raise ConfigError(f"--body {text}: not valid JSON: {error}") from None
     if not isinstance(found, dict):
-        raise ConfigError(f"--body {text}: it is a JSON object, such as '{{\"temperature\": 0.7}}'.")
+        raise ConfigError(f"--body {text}: must be a JSON object, such as '{{\"temperature\": 0.7}}'.")
     return found
 
 

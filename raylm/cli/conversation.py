@@ -73,7 +73,7 @@ class Conversation:
                 "\n".join(f"{name} {json.dumps(value)}" for name, value in self.fields.items()) or "none is set"
             )
         if name in ("messages", "stream", "stream_options"):
-            raise ConfigError(f"/set {name}: it is what a chat is made of.")
+            raise ConfigError(f"/set {name}: the chat sets this field itself.")
         if not text:
             self.fields.pop(name, None)
             return Reply(f"{name} is the server's default")
@@ -90,7 +90,7 @@ class Conversation:
 
     def _retry(self, rest: str) -> Reply:
         if not self.question:
-            raise ConfigError("/retry: nothing was asked yet.")
+            raise ConfigError("/retry: there is no question yet.")
         if self.answered:
             del self.messages[-2:]
         self.asks(self.question)
@@ -99,7 +99,7 @@ class Conversation:
     def _save(self, rest: str) -> Reply:
         """Save the conversation as a request that can be sent again, or as Markdown."""
         if not rest:
-            raise ConfigError("/save: a file is missing, such as chat.json or chat.md.")
+            raise ConfigError("/save needs a file, such as chat.json or chat.md.")
         path = Path(rest).expanduser()
         if path.suffix == ".md":
             text = "\n\n".join(f"**{message['role']}**\n\n{message['content']}" for message in self.all_messages())

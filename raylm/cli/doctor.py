@@ -49,7 +49,7 @@ def doctor(
     if as_json:
         print(json.dumps({"ok": not problems, "findings": [asdict(finding) for finding in findings]}, indent=1))
     else:
-        screen.print(f"{problems} problem{'s' * (problems != 1)}" if problems else "nothing would keep it from serving")
+        screen.print(f"{problems} problem{'s' * (problems != 1)}" if problems else "no problems found")
     raise typer.Exit(int(bool(problems)))
 
 

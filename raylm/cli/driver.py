@@ -117,7 +117,7 @@ class Driver:
         gcs = ray.get_runtime_context().gcs_address.rpartition(":")[0]
         here = ray.util.get_node_ip_address() == gcs
         if self._shared and here and not port_is_free(self._served.host, self._served.port):
-            raise ConfigError(f"http_options.port: something listens on port {self._served.port} already.")
+            raise ConfigError(f"http_options.port: port {self._served.port} is already in use.")
         self._started_serve = True
         # On another thread, which waits for the proxy while the replicas start.
         starting = ThreadPoolExecutor(1, "start of serve").submit(self._start_controller_and_proxy, schema)
@@ -145,10 +145,10 @@ class Driver:
         for key, value in {"host": self._served.host, "port": self._served.port}.items():
             if running.get(key, value) != value:
                 raise ConfigError(
-                    f"http_options.{key}: Serve runs on this Ray already with {running[key]!r}, not {value!r}, and "
-                    f"cannot be changed while it does; --{key} {running[key]} serves there."
+                    f"http_options.{key}: Ray Serve already runs with {running[key]!r}, not {value!r}, and this cannot "
+                    f"be changed while it runs. Use --{key} {running[key]}."
                 )
-        report("stage", "serve", "runs already; its options and other applications stay as they are")
+        report("stage", "serve", "is already running; its options and other applications are not changed")
         deadline = time.monotonic() + _ENDING_S
         while taken := self._conflict((ray_private.serve_details() or details)["applications"]):
             if time.monotonic() > deadline or not guards():
@@ -159,11 +159,11 @@ class Driver:
         prefixes = {application["route_prefix"]: name for name, application in running.items()}
         for application in self._served.applications:
             if application.name in running:
-                return f"name: an application {application.name!r} runs on this Ray already; --name gives ours another."
+                return f"name: an application {application.name!r} already runs here; set another name with --name."
             if application.route_prefix is not None and application.route_prefix in prefixes:
                 return (
                     f"route_prefix: {application.route_prefix} belongs to the application "
-                    f"{prefixes[application.route_prefix]!r} on this Ray; --route-prefix gives ours another."
+                    f"{prefixes[application.route_prefix]!r}; set another prefix with --route-prefix."
                 )
         return None
 
@@ -172,8 +172,8 @@ class Driver:
         whole += ["target_capacity"] if schema.target_capacity is not None else []
         if whole and self._shared:
             raise ConfigError(
-                f"{whole[0]}: on a Ray that others use this works by `serve deploy` only, which ends what they have "
-                "deployed from files; take it out, or unset RAY_ADDRESS."
+                f"{whole[0]}: `raylm serve` cannot set this on a shared Ray cluster. Remove it, unset RAY_ADDRESS, or "
+                "use `serve deploy`, which ends other applications that were deployed from files."
             )
         if self._shared:
             self._guard = start_guard(self._names, self._started_serve)
@@ -249,7 +249,7 @@ def _start_dashboard() -> None:
     """Start the dashboard at low priority: on Linux niceness belongs to a thread, and child processes inherit it."""
     os.setpriority(os.PRIO_PROCESS, 0, _DASHBOARD_NICENESS)
     if fault := ray_private.dashboard_fault():
-        report("stage", "ray", f"no dashboard: {fault}; pip install 'ray[default]' brings what it needs")
+        report("stage", "ray", f"no dashboard: {fault}; pip install 'ray[default]' installs it")
         return
     try:
         url = f"http://{ray_private.start_dashboard()}"
@@ -273,7 +273,7 @@ def _statuses() -> dict[str, Any] | None:
 
 def _fault(name: str, found: dict[str, Any], was_running: bool) -> str | None:
     if name not in found or found[name]["status"] == "DELETING":
-        return f"{name}: the application was deleted from outside of this server"
+        return f"{name}: another program deleted the application"
     if not was_running and found[name]["status"] == "DEPLOY_FAILED":
         print(found[name]["message"], file=sys.stderr)
         return f"{name}: {_last_line(found[name]['message'])}"
@@ -291,9 +291,7 @@ def _last_line(text: str) -> str:
 
 def _give_up(address: str | None) -> None:
     """Report that Ray does not answer, and exit. Ray itself would wait for minutes if another program listens."""
-    report(
-        "error", "config", f"RAY_ADDRESS: what listens at {address} does not answer as Ray's GCS; is the port right?"
-    )
+    report("error", "config", f"RAY_ADDRESS: the server at {address} is not Ray's GCS. Check the port.")
     os._exit(2)
 
 

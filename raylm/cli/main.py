@@ -129,7 +129,7 @@ def end_with_ray(
     def watch() -> None:
         while not stopped.wait(period_s):
             if lost := [kind for kind in dead_processes() if kind in _VITAL]:
-                report("error", "ray", f"Ray's {lost[0]} was lost, and with it everything that was served.")
+                report("error", "ray", f"Ray's {lost[0]} was lost, so all served applications have ended.")
                 end(1)
                 return
 

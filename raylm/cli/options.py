@@ -99,12 +99,12 @@ def _knob(written: str) -> tuple[str, bool | None]:
                 return positive, False
     same = [f"--{knob.replace('_', '-')}" for knob in _kinds() if knob.rpartition(".")[2] == name]
     if len(same) > 1 and name not in _kinds():
-        raise ConfigError(f"{written}: which one? {' and '.join(same)} are known.")
+        raise ConfigError(f"{written}: ambiguous; did you mean {' or '.join(same)}?")
     try:
         return knob_named(name), None
     except ConfigError as error:
         if near := difflib.get_close_matches(name, _OF_THE_COMMAND, n=1, cutoff=0.7):
-            raise ConfigError(f"{written}: there is none; did you mean '--{near[0].replace('_', '-')}'?") from None
+            raise ConfigError(f"{written}: unknown option; did you mean '--{near[0].replace('_', '-')}'?") from None
         raise ConfigError(f"{written}: {error.message}") from None
 
 
@@ -166,8 +166,7 @@ def _from_file(name: str, options: dict[str, Any], place: Place) -> ServedFile:
         ours = our_places(tree)
         if len(ours) != 1 and (options or place.name or place.route_prefix):
             raise ConfigError(
-                f"{path} has {len(ours)} RayLM applications, and an option would not say which one it is for; "
-                "change the file."
+                f"{path} has {len(ours)} RayLM applications, so options are ambiguous; change the file instead."
             )
         _override(tree, tree["applications"][ours[0]], options, place)
     return check_tree(tree, str(path))

@@ -55,7 +55,7 @@ def simulate(
     try:
         if check:
             for path in check:
-                print(f"{path}: {sim.replay(path):,} steps are scheduled again as they were")
+                print(f"{path}: {sim.replay(path):,} steps were replayed with identical plans")
             return
         gc.collect()
         gc.freeze()
@@ -104,7 +104,7 @@ def _recorded(paths: list[Path], ingresses: int, said: list[str]) -> Any:
     from raylm.simulate import read_recordings
 
     if said:
-        raise ConfigError(f"--recorded tells what {', '.join(said)} would.")
+        raise ConfigError(f"--recorded cannot be combined with {', '.join(said)}.")
     lived = read_recordings(paths, ingresses=ingresses)
     for path, group, error in zip(paths, lived.fleet.engines, lived.errors, strict=True):
         _tell_costs(f"{path.name}: costs", group.costs.model_dump() if group.costs else {}, error)
@@ -115,7 +115,7 @@ def _load(name: str, settings: dict[str, Any]) -> Any:
     from raylm.simulate import LOADS, LoadSettings
 
     if name not in LOADS:
-        raise ConfigError(f"--load {name}: there are {', '.join(LOADS)}.")
+        raise ConfigError(f"--load {name}: unknown load. Loads: {', '.join(LOADS)}.")
     return LOADS[name](checked_options(lambda: LoadSettings(**settings)))
 
 
@@ -132,9 +132,9 @@ def token_range(name: str, text: str | None) -> tuple[int, int] | None:
     try:
         found = int(least), int(most or least)
     except ValueError:
-        raise ConfigError(f"--{name} {text}: it is LEAST:MOST, two whole numbers.") from None
+        raise ConfigError(f"--{name} {text}: must be LEAST:MOST, two whole numbers.") from None
     if not 1 <= found[0] <= found[1]:
-        raise ConfigError(f"--{name} {text}: from 1 on, and the least first.")
+        raise ConfigError(f"--{name} {text}: numbers must be at least 1, and LEAST at most MOST.")
     return found
 
 

@@ -39,7 +39,7 @@ def check_machine() -> None:
     _check_length("TMPDIR", tempfile.gettempdir(), _OUR_SOCKET)
     there = next(path for path in (Path(folder), *Path(folder).absolute().parents) if path.exists())
     if not os.access(there, os.W_OK):
-        raise ConfigError(f"{name}: {there} cannot be written to; set it to a directory that can.")
+        raise ConfigError(f"{name}: {there} cannot be written to; set it to a writable directory.")
     if (free := shutil.disk_usage(there).free) < _LEAST_FREE:
         raise ConfigError(
             f"{name}: the disk of {folder} is full ({free / 2**20:.0f} MiB are free), and Ray keeps its logs and "
@@ -114,12 +114,12 @@ def check_cluster(address: str) -> None:
 def _check_connection(address: str) -> None:
     host, _, port = address.rpartition(":")
     if not host or not port.isdecimal():
-        raise ConfigError(f"RAY_ADDRESS: {address!r} is no HOST:PORT; `ray start --head` prints the right one.")
+        raise ConfigError(f"RAY_ADDRESS: {address!r} is not HOST:PORT; `ray start --head` prints the right one.")
     try:
         socket.create_connection((host.strip("[]"), int(port)), timeout=_CONNECT_S).close()
     except (OSError, OverflowError) as error:
         reason = getattr(error, "strerror", None) or str(error)
         raise ConfigError(
             f"RAY_ADDRESS: no Ray answers at {address} ({reason}); `ray start --head` prints the right address, and "
-            "without RAY_ADDRESS a Ray of its own is started."
+            "without RAY_ADDRESS `raylm serve` starts its own Ray."
         ) from error

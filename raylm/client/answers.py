@@ -82,7 +82,7 @@ async def ask(connection: Connection, path: str, body: Mapping[str, Any], exact:
         answer.fail(error.kind, error.message)
     answer.total = time.perf_counter() - answer.sent
     if answer.error is None and not answer.prompt_tokens:
-        answer.fail("usage", "the server told no usage, so its tokens cannot be counted")
+        answer.fail("usage", "the server reported no usage, so tokens cannot be counted")
     elif answer.error is None and exact is not None and answer.tokens != exact:
         answer.fail("length", f"{answer.tokens} tokens instead of {exact}")
     if answer.error is None and not answer.chunks:  # no token had text

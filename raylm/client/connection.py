@@ -83,7 +83,7 @@ class Connection:
         except (aiohttp.ClientError, TimeoutError) as error:
             raise self._failure(error) from error
         except (ValueError, KeyError, TypeError) as error:
-            raise ServerError("stream", f"{self.url}/v1/models is no list of models: {error!r}") from error
+            raise ServerError("stream", f"{self.url}/v1/models is not a list of models: {error!r}") from error
 
     async def first_model(self) -> str:
         """The first model in the list. Raises ServerError if there is none."""
@@ -128,8 +128,8 @@ async def events(response: aiohttp.ClientResponse) -> AsyncIterator[dict[str, An
             try:
                 yield json.loads(data)
             except ValueError:
-                raise ServerError("stream", f"an event is no JSON: {_short(data.decode(errors='replace'))}") from None
-    raise ServerError("cut off", "the stream ended before its end")
+                raise ServerError("stream", f"an event is not JSON: {_short(data.decode(errors='replace'))}") from None
+    raise ServerError("cut off", "the stream ended too early")
 
 
 async def _check(response: aiohttp.ClientResponse) -> None:

@@ -61,7 +61,8 @@ class ClientLink:
             self._core.drop_client(self._client_id, outbox)
 
     def _on_end(self, why: str) -> None:
-        self.link.send(EngineUnavailableError("The engine has given up this client."))  # it may only have been stopped
+        # The client may only have been stopped for a while.
+        self.link.send(EngineUnavailableError("The engine has disconnected this client."))
         drop_lost_client(self._core, self._client_id, self._outbox)
 
 

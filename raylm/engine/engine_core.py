@@ -125,7 +125,7 @@ class EngineCore:
         if current is None or (outbox is not None and outbox is not current):
             return
         self._grammars.abort(client_id)
-        self._outboxes.pop(client_id).close(EngineUnavailableError("The client has left the engine."))
+        self._outboxes.pop(client_id).close(EngineUnavailableError("The client has disconnected from the engine."))
         self._leavers.extend(self.scheduler.open_requests(client_id))
         self._end_leavers()
 
@@ -170,7 +170,7 @@ class EngineCore:
         except RayLMError as error:
             self._refuse(client_id, request.key, error)
         except Exception as error:  # an unexpected error ends this request only
-            message = f"The engine cannot take in this request: {type(error).__name__}: {error}"
+            message = f"The engine cannot add this request: {type(error).__name__}: {error}"
             self._refuse(client_id, request.key, RayLMError(message))
         self._work.set()
 

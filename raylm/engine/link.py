@@ -320,4 +320,5 @@ def _directory(name_bytes: int) -> str:
             return directory
         os.rmdir(directory)
         failed.append(f"{place}: the path is longer than the {_MOST_BYTES} bytes of a socket's")
-    raise OSError(f"A Unix socket has no place ({'; '.join(failed)}); TMPDIR must be a short path with room.")
+    advice = "Set TMPDIR to a short path on a disk with free space."
+    raise OSError(f"No directory can hold a Unix socket ({'; '.join(failed)}). {advice}")

@@ -138,7 +138,7 @@ class StepLimit:
             if (learned_s := self._learned.get(bits)) is None:
                 learned_s = self._learned[bits] = max(_LIMIT_LEAST_S, _LIMIT_TIMES * self._cost.seconds(1 << bits))
             if learned_s < self._most_s:
-                return learned_s, "steps of its size ever need"
+                return learned_s, "the limit learned for steps of its size"
         return self._most_s, "engine.step_timeout_s"
 
     def expected_s(self, plan: SchedulerOutput) -> float:

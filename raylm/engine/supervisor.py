@@ -265,6 +265,4 @@ def _report(info: EngineInfo, title: str) -> None:
     report("stage", "model", f"{title}: {model}, attention {worker.attention_backend}, {weights}")
     tokens = f"{worker.num_blocks * worker.block_size:,} tokens ({worker.kv_cache_bytes / 2**30:.2f} GiB{each})"
     fitting = worker.num_blocks // -(-info.max_model_len // worker.block_size)
-    report(
-        "stage", "kv", f"{title}: {tokens}, room for {fitting:,} of the longest context, {info.max_model_len:,} tokens"
-    )
+    report("stage", "kv", f"{title}: {tokens}, enough for {fitting:,} sequences of {info.max_model_len:,} tokens")

@@ -37,8 +37,8 @@ def pooling_defaults(checkpoint: Checkpoint) -> PoolingDefaults:
     wanted = [name for name, value in checkpoint.pooling_config.items() if name.startswith("pooling_mode_") and value]
     wanted = wanted or ["pooling_mode_lasttoken"]
     if len(wanted) > 1 or wanted[0] not in _POOLING_MODES:
-        served = f"one of {', '.join(_POOLING_MODES)} is served."
-        raise ConfigError(f"model: 1_Pooling/config.json asks for {', '.join(wanted)}; {served}")
+        served = f"supported: one of {', '.join(_POOLING_MODES)}."
+        raise ConfigError(f"model: 1_Pooling/config.json sets {', '.join(wanted)}; {served}")
     return PoolingDefaults(_POOLING_MODES[wanted[0]], checkpoint.hidden_size)
 
 

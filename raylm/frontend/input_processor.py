@@ -111,7 +111,7 @@ class InputProcessor:
         for name in ("logit_bias", "allowed_token_ids", "stop_token_ids", "logprob_token_ids"):
             _check_ids(name, getattr(params, name), limits)
         if any(len(stop) > MAX_STOP_CHARS for stop in params.stop):
-            raise InvalidRequestError(f"stop may hold strings of at most {MAX_STOP_CHARS} characters.", param="stop")
+            raise InvalidRequestError(f"stop strings must have at most {MAX_STOP_CHARS} characters.", param="stop")
         default = limits.max_model_len - len(prompt_token_ids)
         if self._default_max_tokens is not None:  # the default must fit the context, and be at least ``min_tokens``
             default = min(default, max(self._default_max_tokens, params.min_tokens))
@@ -194,5 +194,5 @@ def _too_long(max_model_len: int, what: str, param: str) -> ContextLengthError:
 def _check_ids(param: str, token_ids: Iterable[int], limits: Limits) -> None:
     for token_id in token_ids:
         if not 0 <= token_id < limits.vocab_size:
-            what = f"{param} holds the token id {str(token_id)[:24]}"
-            raise InvalidRequestError(f"{what}; ids go from 0 to {limits.vocab_size - 1}.", param=param)
+            what = f"{param} contains the token id {str(token_id)[:24]}"
+            raise InvalidRequestError(f"{what}; ids must be from 0 to {limits.vocab_size - 1}.", param=param)

@@ -272,7 +272,7 @@ class OutputProcessor:
             if known is not error:
                 request_id = opened.request.request_id
                 logger.exception(
-                    "request %s: its tokens could not be made text",
+                    "request %s: the answer could not be detokenized",
                     request_id,
                     extra=about("request.failed", request_id),
                 )
@@ -321,7 +321,7 @@ class OutputProcessor:
 
     def _check_told(self, opened: OpenRequest, delta: CompletionDelta) -> None:
         if delta.told and delta.finish_reason is not None and opened.told.get(delta.index, 0) is not None:
-            raise InvalidRequestError("More was told than there is of this answer.", param="Last-Event-ID")
+            raise InvalidRequestError("This event is beyond the end of the answer.", param="Last-Event-ID")
 
     def _measure(
         self, opened: OpenRequest, index: int, num_tokens: int, finish_reason: AnswerFinishReason | None, now: float

@@ -62,7 +62,7 @@ class Callers:
             try:
                 missing = await asyncio.to_thread(self._silent, asked)
             except Exception as error:
-                logger.warning("it is not known whether callers by handle are alive: %s", error, extra=about("callers"))
+                logger.warning("could not check whether callers by handle are alive: %s", error, extra=about("callers"))
                 continue
             for caller in missing & missed:
                 for ongoing in self._requests.get(caller, ()):

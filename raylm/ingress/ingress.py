@@ -243,7 +243,7 @@ class Ingress:
             try:
                 await self._engine.wake.remote()
             except Exception as error:  # of any class; whoever waits for an engine asks again
-                logger.warning("No engine could be asked for: %s", error, extra=about("engines.none"))
+                logger.warning("could not request an engine: %s", error, extra=about("engines.none"))
 
     async def _drain_when_stopped(self) -> None:
         """End running streams in order when Serve stops this replica.

@@ -44,7 +44,7 @@ class RayMetrics:
                 if (families := await self._series()) is not None:
                     await asyncio.to_thread(self.copy, families)
             except Exception as error:  # of any class: requests are served all the same
-                logger.warning("Ray's metrics do not have ours: %s", error)
+                logger.warning("could not add RayLM's metrics to Ray's: %s", error)
 
     def copy(self, families: Iterable[Metric]) -> None:
         """Hand over each sample as it is now."""

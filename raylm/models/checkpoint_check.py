@@ -48,8 +48,8 @@ def weight_files(path: Path) -> list[Path]:
         named = read_object(index).get("weight_map")
         if not isinstance(named, dict) or not all(_is_weights_name(name) for name in named.values()):
             raise ConfigError(
-                f"model: {index} is no index of safetensors files: its weight_map must give each weight the name of a "
-                "file beside it, which ends in .safetensors."
+                f"model: {index} is not an index of safetensors files: its weight_map must map each weight to "
+                "a file in the same directory whose name ends in .safetensors."
             )
         files = sorted({path / name for name in named.values()})
     for file in files:
@@ -71,7 +71,7 @@ def stored_shapes(file: Path) -> dict[str, Shape]:
             return {name: tuple(weights.get_slice(name).get_shape()) for name in weights.keys()}  # noqa: SIM118
     except Exception as error:  # safetensors' own error class differs between versions
         raise ConfigError(
-            f"model: {file} is not a readable safetensors file: {error}; was it copied or downloaded to its end?"
+            f"model: {file} is not a readable safetensors file: {error}; the file may be incomplete."
         ) from error
 
 
@@ -87,14 +87,14 @@ def refuse_names(checkpoint: Checkpoint, missing: Iterable[str], unexpected: Ite
 
 
 def wrong_shape(name: str, found: Collection[int], wanted: Collection[int]) -> ConfigError:
-    return ConfigError(f"model: the weight {name} has the shape {tuple(found)}, config.json asks for {tuple(wanted)}.")
+    return ConfigError(f"model: the weight {name} has the shape {tuple(found)}, config.json requires {tuple(wanted)}.")
 
 
 def _check_tokenizer(file: Path) -> None:
     if not file.exists():
         raise ConfigError(f"model: {file.parent} has no tokenizer.json; convert its tokenizer to the fast format.")
     if "model" not in read_object(file):
-        raise ConfigError(f"model: {file} is no tokenizer of Hugging Face's tokenizers.")
+        raise ConfigError(f"model: {file} is not a file of Hugging Face's tokenizers.")
 
 
 def _compare(checkpoint: Checkpoint, stored: Mapping[str, Shape], fields: Fields, architecture: str) -> None:

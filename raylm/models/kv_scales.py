@@ -27,8 +27,8 @@ def with_kv_scales(specs: Sequence[AttentionSpec], checkpoint: Checkpoint) -> li
     for name, layer, which, scale in _stored(checkpoint):
         if scale.numel() != 1 or not bool((scale > 0) & scale.isfinite() & scale.reciprocal().isfinite()):
             raise ConfigError(
-                f"model: {name} of {checkpoint.path} is {scale.flatten()[:4].tolist()}; a scale of the KV cache is one "
-                "positive number a layer. cache.dtype: auto serves it without."
+                f"model: {name} of {checkpoint.path} is {scale.flatten()[:4].tolist()}; a scale of the KV cache must "
+                "be one positive number for each layer. With cache.dtype: auto it is not needed."
             )
         found[layer, which] = scale.item()
     return [

@@ -86,7 +86,7 @@ def _select_quantization(checkpoint: Checkpoint, asked: str | None, device: torc
         return Quantization()
     if not QUANTIZATION:
         what = f"quantization: {asked} is" if asked else f"model: the quantized weights of {checkpoint.path} are"
-        raise ConfigError(f"{what} not served: raylm.models.quantization was taken out.")
+        raise ConfigError(f"{what} not supported: raylm.models.quantization is not installed.")
     return QUANTIZATION["select"](checkpoint, asked, device, ranks)
 
 
@@ -131,9 +131,9 @@ def _copy(name: str, tensor: Tensor, target: Tensor) -> None:
     if tensor.shape != target.shape:
         raise wrong_shape(name, tensor.shape, target.shape)
     if not target.is_floating_point() and torch.promote_types(tensor.dtype, target.dtype) != target.dtype:
-        raise ConfigError(f"{what} has the dtype {tensor.dtype}; config.json asks for {target.dtype}.")
+        raise ConfigError(f"{what} has the dtype {tensor.dtype}; config.json requires {target.dtype}.")
     if target.is_floating_point() and not tensor.is_floating_point():
-        raise ConfigError(f"{what} holds integers ({tensor.dtype}), where numbers are expected.")
+        raise ConfigError(f"{what} holds integers ({tensor.dtype}); floats are expected.")
     target.copy_(tensor)
 
 
@@ -153,6 +153,6 @@ def _read_shard(weights: Any, name: str, shard: Shard) -> Tensor:
     shape = tuple(stored.get_shape())
     if len(shape) <= shard.dim or shape[shard.dim] != shard.count:
         wanted = f"{shard.count} along the {('first', 'second')[shard.dim]} dimension"
-        raise ConfigError(f"model: the weight {name} has the shape {shape}, config.json asks for {wanted}.")
+        raise ConfigError(f"model: the weight {name} has the shape {shape}, config.json requires {wanted}.")
     found: Tensor = stored[entries] if shard.dim == 0 else stored[:, entries]
     return found

@@ -137,7 +137,7 @@ def _read_pairs(file: Path, shapes: Mapping[str, tuple[int, int]]) -> dict[str, 
             for name in weights.keys():  # noqa: SIM118 - not a mapping
                 match = _NAME.fullmatch(name)
                 if match is None:
-                    raise _UnservedError(f"the weight {name} is none of a LoRA's low-rank products")
+                    raise _UnservedError(f"the weight {name} is not a LoRA weight")
                 if match["module"] not in shapes:
                     raise _UnservedError(f"it changes {match['module']}; only q, k, v, o, gate, up and down are served")
                 found.setdefault(match["module"], {})[match["side"]] = weights.get_tensor(name)
@@ -155,7 +155,7 @@ def _low_rank(
         raise _UnservedError(f"{module} has only one of lora_A and lora_B")
     down, up = pair["A"], pair["B"]
     if down.ndim != 2 or up.ndim != 2 or not down.is_floating_point() or not up.is_floating_point():
-        raise _UnservedError(f"the weights of {module} are no matrices of numbers")
+        raise _UnservedError(f"the weights of {module} are not matrices of floats")
     rank, (rows, inputs) = len(down), shape
     if down.shape != (rank, inputs) or up.shape != (rows, rank) or not rank:
         found = f"lora_A {tuple(down.shape)} and lora_B {tuple(up.shape)}"
@@ -176,7 +176,7 @@ def _read_config(file: Path) -> dict[str, Any]:
     except (OSError, ValueError, RecursionError) as error:
         raise _UnservedError(f"its {_CONFIG} cannot be read") from error
     if not isinstance(config, dict):
-        raise _UnservedError(f"its {_CONFIG} is no object")
+        raise _UnservedError(f"its {_CONFIG} is not an object")
     if config.get("peft_type") != "LORA":
         raise _UnservedError(f"its peft_type is {str(config.get('peft_type'))[:40]!r}; LORA is served")
     if config.get("task_type") not in (None, "CAUSAL_LM"):
@@ -185,7 +185,7 @@ def _read_config(file: Path) -> dict[str, Any]:
         raise _UnservedError(f"bias is {str(config['bias'])[:40]!r}; adapters with biases are not served")
     alpha = config.get("lora_alpha")
     if isinstance(alpha, bool) or not isinstance(alpha, (int, float)) or not abs(alpha) <= _LARGEST_ALPHA:
-        raise _UnservedError(f"lora_alpha is no number from -{_LARGEST_ALPHA:,.0f} to {_LARGEST_ALPHA:,.0f}")
+        raise _UnservedError(f"lora_alpha must be a number from -{_LARGEST_ALPHA:,.0f} to {_LARGEST_ALPHA:,.0f}")
     start = config.get("init_lora_weights")
     if isinstance(start, str) and start.lower().startswith(_CHANGES_BASE):
         raise _UnservedError(f"init_lora_weights {start[:40]!r} changes the weights of the base model too")

@@ -57,7 +57,7 @@ def _refusals(config: DecoderConfig) -> Iterator[str]:
     if config.activation is not F.silu:
         yield "its activation is not silu"
     if config.intermediate_size % layout.LANES:
-        yield f"its intermediate_size of {config.intermediate_size} is no multiple of {layout.LANES}"
+        yield f"its intermediate_size of {config.intermediate_size} is not a multiple of {layout.LANES}"
     if config.head_dim > 512:
         yield f"its head_dim of {config.head_dim} exceeds 512"
 

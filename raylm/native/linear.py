@@ -108,7 +108,7 @@ class NativeLinear:
         """Pack ``weight`` (out, in) in 32-bit units of ``per_unit`` neighbours."""
         self._out_features, units = weight.shape[0], weight[:1].nbytes // 4
         if weight[:1].nbytes % 4:
-            raise ValueError(f"{weight.shape[1]} inputs are no multiple of {per_unit}")
+            raise ValueError(f"{weight.shape[1]} inputs are not a multiple of {per_unit}")
         groups = -(-self._out_features // lib.LANES)
         native, words = self._native, weight.contiguous().view(torch.int32)
         self._words = native.arena.empty((groups, units, lib.LANES), torch.int32)

@@ -74,7 +74,7 @@ class Fleet(Frozen):
         if unknown := [name for name in _given(fleet.config) if name not in SIMULATED_KNOBS]:
             names = ", ".join(f"config.{name}" for name in unknown)
             elsewhere = "; blocks are counted by engines.num_blocks" if "cache.num_blocks" in unknown else ""
-            raise ConfigError(f"{source}: {names}: nothing of that is simulated{elsewhere}.")
+            raise ConfigError(f"{source}: {names}: not simulated{elsewhere}.")
         return fleet
 
 

@@ -42,7 +42,7 @@ def read_recordings(paths: list[Path], **over: Any) -> Recorded:
     heads = [_head(path) for path in paths]
     for path, head in zip(paths, heads, strict=True):
         if different := [name for name in _SAME if head[name] != heads[0][name]]:
-            raise ConfigError(f"{path}: its {', '.join(different)} are others than those of {paths[0]}.")
+            raise ConfigError(f"{path}: differs from {paths[0]} in {', '.join(different)}.")
     first, groups, errors = heads[0], [], []
     for path, head in zip(paths, heads, strict=True):
         costs, error = fit(read_steps(path))
@@ -62,7 +62,7 @@ def _head(path: Path) -> dict[str, Any]:
     except (OSError, ValueError) as error:
         raise ConfigError(f"{path}: it cannot be read: {error}") from None
     if not isinstance(head, dict) or head.get("kind") != "engine":
-        raise ConfigError(f"{path}: it is no recording of an engine.")
+        raise ConfigError(f"{path}: not a recording of an engine.")
     return head
 
 

@@ -66,7 +66,7 @@ class _Replay:
     def _create(self) -> Scheduler:
         first = self._lines[0] if self._lines else {}
         if first.get("kind") != "engine":
-            raise ConfigError(f"{self._path}: it is no recording of an engine.")
+            raise ConfigError(f"{self._path}: not a recording of an engine.")
         try:
             config = SchedulerConfig.model_validate(first["scheduler"])
         except ValidationError as error:

@@ -52,7 +52,7 @@ def fit(steps: list[tuple[Features, float]]) -> tuple[StepCosts, float]:
     import numpy as np
 
     if len(steps) < LEAST_STEPS:
-        raise ConfigError(f"Costs are fitted to {LEAST_STEPS} steps or more; {len(steps)} were recorded.")
+        raise ConfigError(f"Fitting costs needs at least {LEAST_STEPS} steps; {len(steps)} were recorded.")
     shapes = np.array([shape for shape, _ in steps])
     seconds = np.array([took for _, took in steps])
     used = [column for column in range(4) if shapes[:, column].any()]

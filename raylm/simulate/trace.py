@@ -86,9 +86,9 @@ class TraceLine(Frozen):
     @model_validator(mode="after")
     def _one_prompt(self) -> TraceLine:
         if (self.prompt is None) == (self.prompt_tokens is None):
-            raise ValueError("one of prompt_tokens and prompt is needed")
+            raise ValueError("set either prompt_tokens or prompt")
         if self.prompt is not None and self.blocks:
-            raise ValueError("blocks: they go with prompt_tokens; prompt says what they are made of")
+            raise ValueError("blocks: cannot be combined with prompt; use prompt_tokens")
         return self
 
     def request(self, number: int, begun: float, block_size: int) -> SimulatedRequest:
@@ -155,7 +155,7 @@ def block_number(block: int | str) -> int:
     try:
         number = int(block, 16)
     except ValueError:
-        raise ValueError(f"blocks: {block!r} is no hexadecimal number") from None
+        raise ValueError(f"blocks: {block!r} is not a hexadecimal number") from None
     if not 0 <= number < 2**64:
         raise ValueError(f"blocks: {block!r} has more than 64 bits")
     return number

@@ -37,7 +37,7 @@ class _Selector(selectors.SelectSelector):
 
     def select(self, timeout: float | None = None) -> list[tuple[selectors.SelectorKey, int]]:
         if timeout is None:
-            raise RuntimeError("All tasks wait, and nothing is to come.")
+            raise RuntimeError("All tasks are waiting, and no timer is left.")
         self._loop.advance(timeout)
         return []
 

@@ -81,7 +81,7 @@ def size_pool(
     """
     asked, size = config.max_model_len, block_size
     if asked is not None and model_limit is not None and asked > model_limit:
-        raise ConfigError(f"max_model_len: {asked} exceeds the {model_limit} positions that the model was made for.")
+        raise ConfigError(f"max_model_len: {asked} exceeds the {model_limit} positions of the model.")
     longest = asked or model_limit
     default_blocks = max(0, default) // block_bytes
     if longest is not None:
@@ -103,7 +103,7 @@ def size_pool(
 def _num_blocks(cache: CacheConfig, block_bytes: int, free: int, default: int) -> int:
     """The configured number of blocks, which must fit in ``free`` bytes; ``default`` if none is configured."""
     if cache.num_blocks is not None and cache.memory_gib is not None:
-        raise ConfigError("cache: num_blocks and memory_gib exclude each other.")
+        raise ConfigError("cache: num_blocks and memory_gib cannot both be set.")
     if cache.num_blocks is not None:
         named, asked = "cache.num_blocks", cache.num_blocks
     elif cache.memory_gib is not None:
@@ -112,7 +112,7 @@ def _num_blocks(cache: CacheConfig, block_bytes: int, free: int, default: int) -
         return default
     if asked * block_bytes > free:
         raise ConfigError(
-            f"{named}: a pool of {asked * block_bytes / GIB:.2f} GiB is asked for, {free / GIB:.2f} GiB are free."
+            f"{named}: a pool of {asked * block_bytes / GIB:.2f} GiB is requested, {free / GIB:.2f} GiB are free."
         )
     return asked
 

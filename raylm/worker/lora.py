@@ -65,7 +65,7 @@ def create_adapters(config: LoRAConfig, model: CausalLM, forward: Forward, limit
     if config.root is None:
         return Adapters()
     if not Path(config.root).is_dir():
-        raise ConfigError(f"lora.root: {config.root} is no directory on the machine of the worker.")
+        raise ConfigError(f"lora.root: {config.root} is not a directory on the worker's machine.")
     if not model.adaptable:
         raise ConfigError("lora.root: adapters are served for the Llama, Qwen2, Qwen3 and Mistral families only.")
     forward.serve_adapters(AdapterLimits(limits.max_num_tokens, limits.max_num_seqs, config.max_rank))
@@ -84,4 +84,4 @@ def inside(root: Path, asked: str) -> Path:
             return path
     except (OSError, ValueError, RuntimeError):
         pass  # a broken link, a loop of links, or an invalid path
-    raise InvalidRequestError("'lora_path' names no directory below the configured lora.root.", param="lora_path")
+    raise InvalidRequestError("'lora_path' is not a directory below the configured lora.root.", param="lora_path")

@@ -43,8 +43,8 @@ def largest_step(run: Callable[[StepLimits], int], limits: StepLimits) -> int:
     halves = takewhile(lambda size: size >= _FEWEST_TOKENS, (limits.max_num_tokens >> i for i in count(1)))
     fitting = next((size for size in halves if _fits(run, limits, size)), None)
     raise ConfigError(
-        f"scheduler.max_num_batched_tokens: a step of {limits.max_num_tokens} tokens does not fit into the memory "
-        f"that the weights leave; {f'{fitting} tokens do' if fitting else 'nor does any smaller one'}."
+        f"scheduler.max_num_batched_tokens: a step of {limits.max_num_tokens} tokens does not fit in the memory "
+        f"left by the weights; {f'{fitting} tokens fit' if fitting else 'no smaller step fits either'}."
     ) from cause
 
 

@@ -209,7 +209,7 @@ def create_speculator(config: SchedulerConfig, limits: StepLimits, ranks: Ranks 
         return SPECULATORS["ngram"](limits, config.speculative_tokens, config.share_drafts, ranks)
     except NativeError as error:
         raise ConfigError(
-            f"scheduler.speculative_tokens: native code finds drafts, and there is none: {error}"
+            f"scheduler.speculative_tokens: drafts need native code, which is not available: {error}"
         ) from error
 
 
@@ -252,7 +252,7 @@ def resolve_device(asked: str) -> torch.device:
     given = os.environ.get("CUDA_VISIBLE_DEVICES", "")
     if asked == "auto" and given in ("", "-1", "NoDevFiles"):
         return torch.device("cpu")
-    asks = "cuda is asked for" if asked == "cuda" else f"this worker was given GPU {given} (CUDA_VISIBLE_DEVICES)"
+    asks = "cuda is requested" if asked == "cuda" else f"this worker was given GPU {given} (CUDA_VISIBLE_DEVICES)"
     raise ConfigError(f"device: {asks}, but torch {torch.__version__} cannot use it: {_why_no_gpu(told)}")
 
 

@@ -37,7 +37,7 @@ def somebody(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
 def test_the_dashboard_of_anothers_ray_is_not_ours_to_start(option: str, somebody: None) -> None:
     done = CliRunner().invoke(app, ["serve", "embedded", option])
     assert done.exit_code == 2
-    assert "--dashboard: the Ray that RAY_ADDRESS names has its own dashboard, or none." in done.output
+    assert "--dashboard has no effect with RAY_ADDRESS; remove one of them." in done.output
 
 
 @pytest.fixture
@@ -55,7 +55,7 @@ def test_without_its_packages_there_is_none_and_one_line_says_so(
     monkeypatch.setattr(ray_private, "start_dashboard", lambda: pytest.fail("it cannot start"))
     start_dashboard()
     (line,) = capsys.readouterr().out.splitlines()
-    said = "no dashboard: No module named 'aiohttp_cors'; pip install 'ray[default]' brings what it needs"
+    said = "no dashboard: No module named 'aiohttp_cors'; pip install 'ray[default]' installs it"
     assert parse(line) == ("stage", "ray", said)
     assert nice == [10]
 

@@ -54,7 +54,7 @@ def test_a_machine_that_serves_has_no_problem_and_all_is_told() -> None:
     assert "attention by cpu" in found["worker"]["text"]
     assert len(found) >= len(CHECKS)
     said = CliRunner().invoke(app, ["doctor", "embedded", "--port", str(free_port())])
-    assert said.output.splitlines()[-1] == "nothing would keep it from serving"
+    assert said.output.splitlines()[-1] == "no problems found"
 
 
 @pytest.mark.parametrize(
@@ -96,7 +96,7 @@ def test_a_checkpoint_whose_weights_were_cut_off(tmp_path: Path) -> None:
     shutil.copytree(EMBEDDED, tmp_path / "model")
     file = tmp_path / "model" / "model.safetensors"
     file.write_bytes(file.read_bytes()[:-100])
-    assert "was it copied or downloaded to its end?" in problem("model", str(tmp_path / "model"))
+    assert "the file may be incomplete" in problem("model", str(tmp_path / "model"))
 
 
 def test_a_long_tmpdir_and_a_haproxy_that_is_none(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
@@ -115,7 +115,7 @@ def test_a_certificate_that_is_not_there_and_a_model_larger_than_the_memory(
     (tmp_path / "serve.yaml").write_text(yaml.safe_dump(file))
     assert "ssl_certfile: /no/such/cert.pem cannot be read" in problem("certificates", str(tmp_path / "serve.yaml"))
     monkeypatch.setattr("raylm.cli.examination.available_memory", lambda: 1000)
-    assert "of weights, and 0.00 GiB are free" in problem("model")
+    assert "of weights, but only 0.00 GiB are free" in problem("model")
 
 
 def test_no_ray_at_its_address_and_no_file_of_keys(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -117,11 +117,11 @@ def test_two_models_and_an_application_of_somebody_else_are_read(tmp_path: Path)
         (
             "applications: [{import_path: 'raylm:build_app', args: {engine: {executor: local, "
             "tensor_parallel_size: 2}}}]",
-            "engine: tensor_parallel_size: ranks are processes of their own",
+            "engine: tensor_parallel_size: each rank is a process",
         ),
         (
             "applications: [{import_path: 'raylm:build_app', args: {scheduler: {share_drafts: true}}}]",
-            "scheduler: share_drafts: without speculative_tokens nothing is drafted",
+            "scheduler: share_drafts needs speculative_tokens",
         ),
         (
             "applications: [{import_path: 'raylm:build_app', args: {scheduler: {max_num_batched_tokens: 32}}}]",
@@ -223,7 +223,7 @@ def test_a_lost_raylet_ends_the_process_and_a_lost_log_monitor_does_not(capsys: 
     watch.join(timeout=300)
     assert ended.is_set()
     assert parse(capsys.readouterr().out) == (
-        "error", "ray", "Ray's raylet was lost, and with it everything that was served."
+        "error", "ray", "Ray's raylet was lost, so all served applications have ended."
     )  # fmt: skip
 
 

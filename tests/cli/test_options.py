@@ -78,9 +78,9 @@ def test_every_knob_is_an_option(name: str) -> None:
     [
         (["--max-num-seq", "3"], "--max-num-seq: unknown key 'max_num_seq'; did you mean 'max_num_seqs'?"),
         (["--schedular.policy", "x"], "did you mean 'scheduler.policy'?"),
-        (["--prot", "81"], "--prot: there is none; did you mean '--port'?"),
+        (["--prot", "81"], "--prot: unknown option; did you mean '--port'?"),
         (["--qwertz", "1"], "`raylm config` prints the known ones"),
-        (["--replicas", "2"], "--replicas: which one? --engine.replicas and --ingress.replicas are known"),
+        (["--replicas", "2"], "--replicas: ambiguous; did you mean --engine.replicas or --ingress.replicas?"),
         (["--enforce-eager"], "--enforce-eager: unknown key 'enforce_eager'; it is engine.cuda_graphs"),
         (["--gpu-memory-utilization", "0.9"], "the KV pool's size is cache.memory_gib"),
         (["--no-dtype"], "--no-dtype: unknown key"),
@@ -155,7 +155,7 @@ def test_a_file_alone_is_served_as_it_is(write: Write) -> None:
 
 def test_an_option_for_several_applications_is_refused(write: Write) -> None:
     path = write({"applications": [entry(name="a"), entry(name="b", route_prefix="/b")]})
-    with pytest.raises(ConfigError, match="has 2 RayLM applications, and an option would not say which one"):
+    with pytest.raises(ConfigError, match="has 2 RayLM applications, so options are ambiguous"):
         served([str(path), "--dtype", "float32"], Place())
     assert served([str(path)], Place(port=82)).port == 82
 

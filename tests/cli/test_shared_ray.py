@@ -165,10 +165,8 @@ def test_a_crash_takes_away_only_ours_and_the_next_start_waits_for_that(cluster:
 
 
 def test_another_port_or_a_taken_name_or_path_is_said(cluster: Cluster) -> None:
-    assert f"http_options.port: Serve runs on this Ray already with {cluster.port}, not 1" in cluster.refusal(
-        "--port", "1"
-    )
-    assert "name: an application 'theirs' runs on this Ray already" in cluster.refusal("--name", "theirs")
+    assert f"http_options.port: Ray Serve already runs with {cluster.port}, not 1" in cluster.refusal("--port", "1")
+    assert "name: an application 'theirs' already runs here" in cluster.refusal("--name", "theirs")
     assert "route_prefix: /theirs belongs to the application 'theirs'" in cluster.refusal("--route-prefix", "/theirs")
     assert cluster.theirs() == "theirs"
 

@@ -101,8 +101,8 @@ def test_an_address_where_nobody_answers_is_said() -> None:
 @pytest.mark.parametrize(
     ("address", "said"),
     [
-        ("6379", "'6379' is no HOST:PORT"),
-        ("head:port", "'head:port' is no HOST:PORT"),
+        ("6379", "'6379' is not HOST:PORT"),
+        ("head:port", "'head:port' is not HOST:PORT"),
         ("127.0.0.1:99999", "no Ray answers at 127.0.0.1:99999"),
         ("ray://head:10001", "connects as a driver on a node of the cluster"),
         ("http://head:8265", "writes a file for `serve deploy`"),
@@ -132,7 +132,7 @@ def test_the_command_says_it_in_one_line_and_ends_with_2(monkeypatch: pytest.Mon
     done = CliRunner().invoke(app, ["serve", "embedded"])
     assert (done.exit_code, done.stdout) == (2, "")
     (line,) = done.stderr.splitlines()
-    assert line.startswith("raylm: RAY_ADDRESS: 'nonsense' is no HOST:PORT")
+    assert line.startswith("raylm: RAY_ADDRESS: 'nonsense' is not HOST:PORT")
 
 
 @pytest.fixture

@@ -328,9 +328,7 @@ async def test_a_request_that_cannot_be_taken_in_ends_alone() -> None:
             news = await outbox.get()
             errors += news.errors
             ended += [key for key, reason in zip(news.keys, news.finish_reasons, strict=True) if reason]
-        assert [(key, "cannot take in this request: TypeError" in error.message) for key, error in errors] == [
-            (1, True)
-        ]
+        assert [(key, "cannot add this request: TypeError" in error.message) for key, error in errors] == [(1, True)]
         assert ended == [2]
 
 

@@ -31,7 +31,7 @@ def test_several_ranks_are_told(capfd: pytest.CaptureFixture[str]) -> None:
     said = "".join(capfd.readouterr())
     assert "2 workers share every layer (tensor parallel)" in said
     assert "weights 5 MiB each" in said
-    assert "kv       app/e.0: 1,024 tokens (1.00 GiB each), room for 1 of the longest context, 1,024 tokens" in said
+    assert "kv       app/e.0: 1,024 tokens (1.00 GiB each), enough for 1 sequences of 1,024 tokens" in said
 
 
 @pytest.mark.filterwarnings("ignore")
@@ -42,7 +42,7 @@ def test_the_kv_line_tells_how_many_of_the_longest_fit(
     from raylm.engine.supervisor import _report
 
     _report(EngineInfo("engine", longest, WORKER), "app/e.0")
-    assert f"(1.00 GiB), room for {fitting} of the longest context, {longest:,} tokens" in "".join(capfd.readouterr())
+    assert f"(1.00 GiB), enough for {fitting} sequences of {longest:,} tokens" in "".join(capfd.readouterr())
 
 
 @pytest.mark.filterwarnings("ignore")

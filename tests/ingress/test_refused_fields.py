@@ -257,4 +257,4 @@ async def test_the_whole_vocabulary_is_refused_with_its_reason(
 ) -> None:
     error = error_of(await client.post(path, json={"model": "org/fake-model"} | body))
     assert error["param"] == param
-    assert "the whole vocabulary, is not served: at most 20 are" in error["message"]
+    assert "the whole vocabulary, is not supported; use at most 20" in error["message"]

@@ -77,7 +77,7 @@ FAULTS: dict[str, tuple[Callable[[Path], object], str]] = {
     ),
     "wrong shape": (
         lambda path: change_config(path, intermediate_size=512),
-        r"mlp\.\w+_proj\.weight has the shape .*, config\.json asks for \(.*512.*\)",
+        r"mlp\.\w+_proj\.weight has the shape .*, config\.json requires \(.*512.*\)",
     ),
     "more layers": (lambda path: change_config(path, num_hidden_layers=6), r"lacks weights .*model\.layers\.5\."),
     "fewer layers": (lambda path: change_config(path, num_hidden_layers=4), r"does not know: model\.layers\.4\."),
@@ -90,13 +90,14 @@ FAULTS: dict[str, tuple[Callable[[Path], object], str]] = {
         lambda path: change_weights(path, **{"model.norm.weight": None}),
         r"lacks weights that the model needs: model\.norm\.weight",
     ),
-    "an index to the directory above": (lambda path: index(path, "../outside.safetensors"), "a file beside it"),
+    "an index to the directory above": (
+        lambda path: index(path, "../outside.safetensors"), "a file in the same directory"),
     "an index to anywhere": (
-        lambda path: index(path, str(path.parent / "outside.safetensors")), "a file beside it"),
-    "an index to a number": (lambda path: index(path, 5), "a file beside it"),
-    "an index to no safetensors": (lambda path: index(path, "config.json"), "a file beside it"),
+        lambda path: index(path, str(path.parent / "outside.safetensors")), "a file in the same directory"),
+    "an index to a number": (lambda path: index(path, 5), "a file in the same directory"),
+    "an index to no safetensors": (lambda path: index(path, "config.json"), "a file in the same directory"),
     "an index without a map": (
-        lambda path: (path / "model.safetensors.index.json").write_text("{}"), "no index of safetensors files"),
+        lambda path: (path / "model.safetensors.index.json").write_text("{}"), "not an index of safetensors files"),
     "a pipe as config": (lambda path: pipe(path / "config.json"), "config.json is not a regular file"),
     "a pipe as weights": (lambda path: pipe(path / "model.safetensors"), "has no model.safetensors"),
     "a deep config": (lambda path: (path / "config.json").write_text("[" * 100_000), "config.json is not valid JSON"),
@@ -187,5 +188,5 @@ def test_the_command_tells_it_without_torch_or_ray(path: Path) -> None:
     done = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, check=False)
     assert done.stdout == "set()\n"
     (line,) = done.stderr.splitlines()
-    assert "config.json asks for" in line
+    assert "config.json requires" in line
     assert done.returncode == 2

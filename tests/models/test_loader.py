@@ -124,7 +124,7 @@ def test_pickles_are_refused(tmp_path: Path) -> None:
             r"quant_method is 'aqlm'; supported: 'awq', 'compr",
         ),
         ({"num_hidden_layers": 3}, "lacks weights"),
-        ({"hidden_size": 66}, r"weight has the shape \(320, 64\), config.json asks for \(320, 66\)"),
+        ({"hidden_size": 66}, r"weight has the shape \(320, 64\), config.json requires \(320, 66\)"),
     ],
 )
 def test_unsupported_checkpoints_are_refused(tmp_path: Path, changes: dict[str, object], named: str) -> None:
@@ -137,8 +137,12 @@ def test_unsupported_checkpoints_are_refused(tmp_path: Path, changes: dict[str, 
 @pytest.mark.parametrize(
     ("changes", "asked", "named"),
     [
-        ({}, "int4", "quantization: int4 is not served: .* was taken out"),
-        ({"quantization_config": {"quant_method": "awq"}}, None, "model: the quantized weights of .* are not served"),
+        ({}, "int4", "quantization: int4 is not supported: .* is not installed"),
+        (
+            {"quantization_config": {"quant_method": "awq"}},
+            None,
+            "model: the quantized weights of .* are not supported",
+        ),
     ],
 )
 def test_what_is_quantized_is_refused_where_quantization_was_taken_out(

@@ -256,7 +256,7 @@ def test_a_tensor_of_another_shape_is_named(tmp_path: Path) -> None:
                                   "num_attention_heads": 2, "head_dim": 4})  # fmt: skip
     file = tmp_path / "config.json"
     file.write_text(json.dumps(json.loads(file.read_text()) | {"intermediate_size": 6}))
-    with pytest.raises(ConfigError, match=r"gate_proj\.weight has the shape \(8, 8\), config\.json asks for \(6, 8\)"):
+    with pytest.raises(ConfigError, match=r"gate_proj\.weight has the shape \(8, 8\), config\.json requires \(6, 8\)"):
         load(checkpoint, Apart(0, 2))
 
 

@@ -148,10 +148,10 @@ def test_inputs_that_are_not_finite_harm_their_own_row_alone(instructions: str, 
 @pytest.mark.parametrize(
     ("weight", "named"),
     [
-        (Int8Weight(torch.zeros(16, 30, dtype=torch.int8), torch.ones(16)), "30 inputs are no multiple of 4"),
+        (Int8Weight(torch.zeros(16, 30, dtype=torch.int8), torch.ones(16)), "30 inputs are not a multiple of 4"),
         (Int4Weight(torch.zeros(16, 36, dtype=torch.uint8), torch.ones(16, 1)), "36 inputs"),
         (Int4Weight(torch.zeros(16, 96, dtype=torch.uint8), torch.ones(16, 5)), "96 inputs are no 5 groups"),
-        (torch.zeros(16, 3, dtype=torch.bfloat16), "3 inputs are no multiple of 2"),
+        (torch.zeros(16, 3, dtype=torch.bfloat16), "3 inputs are not a multiple of 2"),
     ],
 )
 def test_inputs_that_fill_no_unit_are_refused(weight: Tensor | Int8Weight | Int4Weight, named: str) -> None:

@@ -102,7 +102,10 @@ def test_figures_by_hand() -> None:
     [
         ({"engine": {"executor": "local", "threads": 3}}, "config.engine.executor, config.engine.threads"),
         ({"ingress": {"api_keys_file": "keys"}}, "config.ingress.api_keys_file"),
-        ({"scheduler": {"speculative_tokens": 4, "max_num_seqs": 3}}, "config.scheduler.speculative_tokens: nothing"),
+        (
+            {"scheduler": {"speculative_tokens": 4, "max_num_seqs": 3}},
+            "config.scheduler.speculative_tokens: not simulated",
+        ),
         ({"cache": {"num_blocks": 7}}, "config.cache.num_blocks: .*engines.num_blocks"),
         ({"model": "embedded"}, "config.model"),
     ],

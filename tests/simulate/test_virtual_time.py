@@ -28,5 +28,5 @@ def test_who_waits_for_what_never_comes_is_told() -> None:
     async def main() -> None:
         await asyncio.Event().wait()
 
-    with pytest.raises(RuntimeError, match="nothing is to come"):
+    with pytest.raises(RuntimeError, match="no timer is left"):
         run(main())

@@ -228,6 +228,6 @@ def test_prefill_tiles_bound_the_mask(monkeypatch: pytest.MonkeyPatch) -> None:
 def test_a_layer_no_backend_serves_is_refused_with_reasons(monkeypatch: pytest.MonkeyPatch) -> None:
     backends = {name: backend for name, backend in BACKENDS.items() if name != "sdpa"}
     monkeypatch.setattr("raylm.worker.attention.BACKENDS", backends)
-    with pytest.raises(ConfigError, match=r"cpu: head_dim 20 is no multiple of 16"):
+    with pytest.raises(ConfigError, match=r"cpu: head_dim 20 is not a multiple of 16"):
         select_backend([AttentionSpec(0, 4, 2, 20, 0.25)], torch.float32, CPU, 16)
     assert select_backend([AttentionSpec(0, 4, 2, 16, 0.25)], torch.float32, CPU, 16).name in ON_CPU

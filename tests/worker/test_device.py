@@ -42,7 +42,7 @@ def test_a_gpu_that_cannot_be_used_is_refused_by_its_reason(machine: pytest.Monk
     machine.setenv("CUDA_VISIBLE_DEVICES", "3")
     with pytest.raises(ConfigError, match=r"^device: this worker was given GPU 3 .*The NVIDIA driver .* is too old"):
         resolve_device("auto")
-    with pytest.raises(ConfigError, match=r"^device: cuda is asked for, but torch .*too old"):
+    with pytest.raises(ConfigError, match=r"^device: cuda is requested, but torch .*too old"):
         resolve_device("cuda")
     assert resolve_device("cpu") == torch.device("cpu")
     machine.setattr(torch.version, "cuda", None)

@@ -118,7 +118,7 @@ def test_the_longest_sequence_is_the_least_of_all_limits() -> None:
         ({"cache": {"memory_gib": 0.001}}, 8, r"smallest pool, 2 blocks, takes 0\.002 GiB"),
         ({}, 0.004, "smallest pool"),
         ({}, -1, "smallest pool"),
-        ({"cache": {"memory_gib": 1, "num_blocks": 4}}, 8, "exclude each other"),
+        ({"cache": {"memory_gib": 1, "num_blocks": 4}}, 8, "cannot both be set"),
     ],
 )
 def test_what_does_not_fit_is_refused_with_the_figures(config: dict[str, Any], free: float, message: str) -> None:

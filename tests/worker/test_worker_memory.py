@@ -34,7 +34,7 @@ def test_weights_that_do_not_fit(config: Config, monkeypatch: pytest.MonkeyPatch
         Worker(config).start()
 
 
-@pytest.mark.parametrize(("memory", "said"), [(300, "; 250 tokens do."), (0, "; nor does any smaller one.")])
+@pytest.mark.parametrize(("memory", "said"), [(300, "; 250 tokens fit."), (0, "; no smaller step fits either.")])
 def test_a_step_that_does_not_fit(config: Config, monkeypatch: pytest.MonkeyPatch, memory: int, said: str) -> None:
     tried = []
 
@@ -60,6 +60,6 @@ def test_what_the_step_that_failed_took_is_free_again() -> None:
         taken.append(weakref.ref(memory))
         return full() if limits.max_num_tokens > 100 else 0
 
-    with pytest.raises(ConfigError, match="; 64 tokens do"):
+    with pytest.raises(ConfigError, match="; 64 tokens fit"):
         largest_step(run, StepLimits(256, 4, 16, 16))
     assert len(taken) == 3

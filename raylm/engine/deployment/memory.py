@@ -26,9 +26,9 @@ def check_memory(config: Config, others: int, available: int) -> None:
         return
     sizes = f"{weights / GIB:.2f} GiB of weights" + (f" and {pool / GIB:.2f} GiB of KV cache" if pool else "")
     why = (
-        f", beside {others} that run. An update starts new engines before it ends old ones; with max_surge_percent: 0 "
-        "for the deployment Engine it would end them first."
+        f", where {others} are running. An update starts new engines before it stops old ones. Set "
+        "max_surge_percent: 0 for the deployment Engine to stop old engines first."
     )
     raise ConfigError(
-        f"engine: it needs {sizes}, and {available / GIB:.2f} GiB are free on its node{why if others else '.'}"
+        f"engine: it needs {sizes}, but only {available / GIB:.2f} GiB are free on its node{why if others else '.'}"
     )

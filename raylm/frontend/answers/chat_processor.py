@@ -65,7 +65,7 @@ class ChatProcessor:
         """
         tools = request.tools if request.tool_choice != "none" else None
         if tools and self._tool_parser is None:
-            message = "this model's chat template has no form of tool calls that is known here."
+            message = "this model's chat template has no known format for tool calls."
             raise UnsupportedFieldError(f"'tools' is not supported: {message}", param="tools")
         if params.thinking_token_budget is not None and self._reasoning_parser is None:
             raise _never_thinks("thinking_token_budget")
@@ -127,7 +127,7 @@ class ChatProcessor:
         if start is None or end is None:
             if asked != "auto":
                 markers = f"{parser.start} and {parser.end}"
-                raise ConfigError(f"reasoning_parser: {markers} are no tokens of this model's vocabulary.")
+                raise ConfigError(f"reasoning_parser: {markers} are not tokens of this model's vocabulary.")
             return None
         closing = self._tokenizer.encode_now(parser.closing, add_special_tokens=False)
         self._marks = Thinking(start, end, tuple(closing) if end in closing else (end,), begun=False)

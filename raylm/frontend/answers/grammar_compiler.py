@@ -49,7 +49,7 @@ class Lane:
     async def _wait(self, size: int) -> None:
         self._waiting = [entry for entry in self._waiting if not entry[2].done()]
         if len(self._waiting) >= self._max_waiting:
-            message = f"{self._max_waiting} forms of answers wait to be compiled already. Please try again."
+            message = f"{self._max_waiting} structured outputs are waiting to be compiled. Please try again."
             raise OverloadedError(message, retry_after_s=2)
         self._waiting.sort()
         turn = asyncio.get_running_loop().create_future()

@@ -40,7 +40,7 @@ class GrammarProcess(ForkServerProcess):
         raise self.unavailable()
 
     def unavailable(self) -> EngineUnavailableError:
-        return EngineUnavailableError("The process that compiles the forms of answers cannot be started.")
+        return EngineUnavailableError("The process that compiles structured outputs cannot be started.")
 
 
 def _verdict(answer: bytes) -> Verdict | None:

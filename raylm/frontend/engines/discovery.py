@@ -52,7 +52,7 @@ class Discovery:
                 self._follow(await asyncio.to_thread(self._names))
             except Exception as error:  # any error of Ray's control plane may be temporary
                 logger.warning(
-                    "Ray could not be asked for engines, and will be again: %s", error, extra=about("engines.unknown")
+                    "could not list engines from Ray, trying again: %s", error, extra=about("engines.unknown")
                 )
             settled = self._connecting and time.monotonic() > self._settled_at
             self._changed.clear()
@@ -85,7 +85,7 @@ class Discovery:
             client = await connect_engine(core)
         except (ValueError, RayError, EngineDiedError) as error:
             reason = as_raylm_error(error) if isinstance(error, RayError) else error
-            logger.warning("%s was gone before it was ready: %s", name, reason, extra=about("engine.gone"))
+            logger.warning("%s ended before it was ready: %s", name, reason, extra=about("engine.gone"))
             return
         if name.digest == self._digest:
             self._fingerprints.add(client.info.worker.fingerprint)
@@ -97,7 +97,7 @@ class Discovery:
         if not client.dropped:
             await asyncio.sleep(RECONNECT_S)
         logger.warning(
-            "The line to %s was lost, which lives; it is opened again.", name, extra=about("engine.line_lost")
+            "lost the connection to %s, which is alive; connecting again", name, extra=about("engine.line_lost")
         )
         self._connecting.pop(name, None)
         self._unsettle()

@@ -245,7 +245,7 @@ class RayEngineClient(ActorEngineClient):
                 if not isinstance(getattr(error, "cause", error), RayActorError | RayLMError):
                     engine_id = self.info.engine_id
                     failed = about("engine.failed", engine=engine_id)
-                    logger.exception("engine %s could not take a batch", engine_id, extra=failed)
+                    logger.exception("engine %s rejected a batch of requests", engine_id, extra=failed)
                 ray.cancel(self._stream)
                 return
             finally:

@@ -243,7 +243,7 @@ class Router:
         if fingerprint is not None:
             engines = [engine for engine in engines if engine.client.info.worker.fingerprint == fingerprint]
         if not engines:
-            raise EngineUnavailableError("No engine is ready that could go on with this request.")
+            raise EngineUnavailableError("No ready engine can continue this request.")
         lasting = [engine for engine in engines if not engine.client.draining]
         if not lasting and self._wake is not None:
             self._wake()
@@ -347,7 +347,7 @@ class Router:
         """Move the requests of a draining engine to other engines. Its later outputs are ignored."""
         engine_id, moving = engine.client.info.engine_id, len(engine.open)
         ends = about("engine.ends", engine=engine_id, open_requests=moving)
-        logger.info("engine %s ends; %d open requests move", engine_id, moving, extra=ends)
+        logger.info("engine %s is ending, moving its %d open requests", engine_id, moving, extra=ends)
         if engine.reader is not None and engine.reader is not asyncio.current_task():
             engine.reader.cancel()
         self._leave(engine, EngineDiedError("The engine that served this request has ended."), crashed=False)
@@ -381,7 +381,7 @@ class Router:
         try:
             await client.close()
         except Exception as error:
-            logger.warning("engine %s: could not be left in order: %s", client.info.engine_id, error)
+            logger.warning("engine %s: error while disconnecting: %s", client.info.engine_id, error)
 
     def _check_ready(self) -> None:
         if not self._engines:

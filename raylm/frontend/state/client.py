@@ -205,7 +205,7 @@ class StateClient:
                 standing = await hold.answer
         except TimeoutError:
             hold.end()
-            message = "The limits of the API keys could not be asked for; try again shortly."
+            message = "The limits of the API key could not be checked; try again shortly."
             raise EngineUnavailableError(message) from None
         except BaseException:
             hold.end()  # it may have been granted in the same turn of the event loop
@@ -263,7 +263,10 @@ class StateClient:
                 if not was_lost:
                     known = isinstance(error, StateLostError)
                     logger.warning(
-                        "the application's state is asked again: %s", error, exc_info=not known, extra=about("state")
+                        "the application's state did not answer, trying again: %s",
+                        error,
+                        exc_info=not known,
+                        extra=about("state"),
                     )
                 taken_in, was_lost = False, True
             if not taken_in:

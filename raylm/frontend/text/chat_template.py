@@ -124,7 +124,7 @@ class ChatTemplate:
             if role in ROLES or await self._takes(role, template, renderer):
                 continue
             where = f"messages[{place}].role"
-            raise InvalidRequestError(f"'{where}': the chat template knows no role {role[:40]!r}.", param=where)
+            raise InvalidRequestError(f"'{where}': the chat template has no role {role[:40]!r}.", param=where)
 
     async def _takes(self, role: str, template: str, renderer: Renderer) -> bool:
         """Whether the template renders a message of this role with the role's name. Caches the latest results."""
@@ -155,7 +155,7 @@ def _job(template: str, conversation: list[dict[str, Any]], fields: dict[str, An
     try:
         return job("render", template, conversation, fields)
     except ValueError:
-        message = "messages, tools and chat_template_kwargs may hold what JSON can hold only."
+        message = "messages, tools and chat_template_kwargs must contain only JSON values."
         raise InvalidRequestError(message, param="messages") from None
 
 
@@ -220,13 +220,13 @@ def _part_text(where: str, part: Any) -> str:
     text = part.get("text") if isinstance(part, dict) else part
     if isinstance(text, str):
         return text
-    raise InvalidRequestError(f"{where}.content may hold text parts only.", param=f"{where}.content")
+    raise InvalidRequestError(f"{where}.content may contain only text parts.", param=f"{where}.content")
 
 
 def _prepare_call(where: str, call: Any) -> dict[str, Any]:
     function = call.get("function") if isinstance(call, dict) else None
     if not isinstance(function, dict):
-        raise InvalidRequestError(f"{where} must hold a function.", param=where)
+        raise InvalidRequestError(f"{where} must have a function.", param=where)
     arguments = function.get("arguments")
     if isinstance(arguments, str):
         arguments = read_arguments(arguments)

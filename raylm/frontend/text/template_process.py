@@ -60,7 +60,7 @@ class Renderer:
                 if answer is not None:
                     return answer
                 if idle is None:
-                    return None, "The chat template ended the process that renders it."
+                    return None, "The chat template crashed the process that renders it."
 
     def close(self) -> None:
         self._closed = True
@@ -82,7 +82,7 @@ def check_templates(templates: Mapping[str, str]) -> None:
         connection, _ = _SERVER.connect()
         with connection:
             connection.settimeout(START_LIMIT_S)
-            fault: str | None = "its compilation ended the process"
+            fault: str | None = "its compilation crashed the process"
             with suppress(OSError):
                 connection.recv(1)
                 connection.sendall(job("check", template))

@@ -87,13 +87,13 @@ class Tokenizer:
         try:
             text.encode()
         except UnicodeEncodeError as error:
-            raise InvalidRequestError(f"{param} is not valid Unicode: it holds a surrogate.", param=param) from error
+            raise InvalidRequestError(f"{param} is not valid Unicode: it contains a surrogate.", param=param) from error
         try:
             with _panics_raised():
                 ids: list[int] = self.backend.encode_batch_fast([text], add_special_tokens=add_special_tokens)[0].ids
         except Exception as error:
             raise InvalidRequestError(
-                f"The model's tokenizer cannot read {param}: {_line(error)}", param=param
+                f"The model's tokenizer cannot tokenize {param}: {_line(error)}", param=param
             ) from error
         return ids
 
@@ -102,7 +102,7 @@ class Tokenizer:
         if len(token_ids) > MAX_IDS:
             raise InvalidRequestError(f"tokens has more than {MAX_IDS} entries.", param="tokens")
         if token_ids and not 0 <= min(token_ids) <= max(token_ids) < self.vocab_size:
-            raise InvalidRequestError(f"tokens must hold ids from 0 to {self.vocab_size - 1}.", param="tokens")
+            raise InvalidRequestError(f"tokens must be ids from 0 to {self.vocab_size - 1}.", param="tokens")
         return await self._run(len(token_ids), partial(self.decode_now, token_ids))
 
     def decode_now(self, token_ids: list[int]) -> str:
@@ -112,7 +112,7 @@ class Tokenizer:
                 texts: list[str] = self.backend.decode_batch([token_ids], skip_special_tokens=False)
         except Exception as error:
             raise InvalidRequestError(
-                f"The model's tokenizer cannot write tokens: {_line(error)}", param="tokens"
+                f"The model's tokenizer cannot decode tokens: {_line(error)}", param="tokens"
             ) from error
         return texts[0]
 

@@ -10,23 +10,23 @@ JSON = dict[str, Any]
 
 # A description of each phase, in the order of a request's life.
 PHASES = {
-    "admission": "waits to be let in",
-    "body": "its body is received",
-    "parse": "its fields are read and checked",
+    "admission": "waits for admission",
+    "body": "the body is received",
+    "parse": "the fields are parsed and checked",
     "template": "the chat template is rendered",
-    "tokenize": "its text becomes tokens",
-    "compile": "the form of its answer is compiled",
+    "tokenize": "the text is tokenized",
+    "compile": "the structured output is compiled",
     "route": "an engine is chosen",
-    "send": "is on its way to the engine",
+    "send": "is sent to the engine",
     "queue": "waits in the engine's queue",
-    "prefill": "its prompt is computed",
-    "delivery": "its first token is on its way back",
-    "decode": "its answer is generated",
-    "preempted": "has lost its KV blocks to another request and waits",
-    "recompute": "what it had is computed again",
-    "replay": "its engine was lost, another one takes over",
-    "write": "the client takes the rest of the answer",
-    "background": "its answer is kept for later",
+    "prefill": "the prompt is computed",
+    "delivery": "the first token is sent back",
+    "decode": "the answer is generated",
+    "preempted": "was preempted for another request and waits",
+    "recompute": "preempted tokens are computed again",
+    "replay": "the engine was lost, another engine takes over",
+    "write": "the client reads the rest of the answer",
+    "background": "the answer is kept for later",
 }
 _CAUSE_OF = {
     "admission": "queue", "send": "queue", "queue": "queue", "body": "slow_upload", "parse": "text", "template": "text",
@@ -223,26 +223,26 @@ def _missed_tokens(part: Raw) -> int:
 def _explain(cause: str, raw: Raw, part: Raw | None) -> str:
     """A sentence that explains the cause."""
     if cause == "slow_client":
-        return f"The client took the answer slowly: {raw['blocked_s']:.3f} s were spent waiting for it."
+        return f"The client read the answer slowly: the server waited {raw['blocked_s']:.3f} s for it."
     if part is None:
-        return {"queue": "It waited to be let in.", "slow_upload": "Its body came slowly."}.get(cause, "")
+        return {"queue": "The request waited for admission.", "slow_upload": "The body arrived slowly."}.get(cause, "")
     computed = part["prompt_tokens"] - part["cached_tokens"]
     if cause == "queue":
-        return f"It waited for its turn{_company(part)}."
+        return f"The request waited in a queue{_company(part)}."
     if cause == "cold_cache":
-        what = f"{_missed_tokens(part)} of its {part['prompt_tokens']} prompt tokens were in another engine's cache"
-        return f"{what}, which was predicted to answer later; here they were computed."
+        what = f"{_missed_tokens(part)} of {part['prompt_tokens']} prompt tokens were cached on another engine"
+        return f"{what}, which was predicted to answer later, so they were computed."
     if cause == "prompt":
-        return f"{computed} of its {part['prompt_tokens']} prompt tokens were computed, the others were cached."
+        return f"{computed} of {part['prompt_tokens']} prompt tokens were computed; the others were cached."
     if cause == "preemption":
         return _explain_preemption(part)
     if cause == "compile":
-        return "The form of its answer (a schema, a grammar, a regex) was compiled first."
+        return "The structured output (a schema, a grammar or a regular expression) was compiled first."
     if cause == "decode":
         return f"{sum(part['drawn_tokens'])} tokens were generated."
     if cause == "engine_lost":
-        return "Its engine was lost or ended; another one went on with it."
-    return "Its body came slowly." if cause == "slow_upload" else "Its fields and its text were read."
+        return "The engine was lost or ended; another engine continued the request."
+    return "The body arrived slowly." if cause == "slow_upload" else "The fields and the text were parsed."
 
 
 def _company(part: Raw) -> str:
@@ -255,7 +255,7 @@ def _explain_preemption(part: Raw) -> str:
     taken = [event for event in part["events"] if event[1] == "preempted"]
     by = ", ".join(sorted({event[5] or "another request" for event in taken})[:3])
     return (
-        f"It was preempted {len(taken)} times, as the KV pool was full, for {by}; "
+        f"The request was preempted {len(taken)} times for {by}, because the KV pool was full; "
         f"{_tokens_again(part)} tokens were computed again."
     )
 
@@ -304,7 +304,7 @@ def _routing(raw: Raw, at: float, engine: str, scores: list[Any]) -> JSON:
         "engine", "predicted_s", "tokens_to_compute", "queued_tokens", "sequences", "waiting", "told_s_ago",
     )  # fmt: skip
     considered = sorted((dict(zip(names, score, strict=True)) for score in scores), key=lambda one: one["predicted_s"])
-    why = "It was the only engine." if not considered else "It had the least predicted seconds, or as good as."
+    why = "It was the only engine." if not considered else "It had the lowest predicted time, or nearly so."
     return {"at_s": _since(raw, at), "engine": engine, "reason": why, "considered": considered}
 
 

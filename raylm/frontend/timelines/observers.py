@@ -50,7 +50,7 @@ def check_observers(config: Config) -> None:
     except ModuleNotFoundError:  # a parent package is missing
         is_there = False
     if not is_there:
-        raise ConfigError("ingress.otlp_endpoint: spans are sent by OpenTelemetry; pip install 'raylm[otel]'.")
+        raise ConfigError("ingress.otlp_endpoint: OpenTelemetry is not installed; run pip install 'raylm[otel]'.")
 
 
 class SlowRequests:
@@ -69,7 +69,7 @@ class SlowRequests:
         told = ", ".join(f"{name} {seconds:.3f}" for name, seconds in phases.items() if seconds >= 0.001)
         cause = found["causes"][0]["cause"] if found["causes"] else ""
         logger.warning(
-            "request %s took %.3f s, the most for %s: %s",
+            "request %s took %.3f s, mostly for %s: %s",
             record.id,
             found["wall_s"],
             cause,

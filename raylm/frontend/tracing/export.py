@@ -119,7 +119,7 @@ class SpanExport:
                 self.lost += 1
                 request_id = ended.raw["id"]
                 failed = about("otlp.failed", request_id)
-                logger.exception("request %s: no spans could be made of it", request_id, extra=failed)
+                logger.exception("request %s: its spans could not be created", request_id, extra=failed)
             time.sleep(0)  # lets the event loop run
         if not (spans := self._ended.take()):
             return
@@ -134,16 +134,16 @@ class SpanExport:
     def _tell(self) -> None:
         if self._is_taking:
             logger.warning(
-                "spans reach %s again; those of %d requests are lost",
+                "spans are sent to %s again; the spans of %d requests were lost",
                 self._collector,
                 self.lost,
                 extra=about("otlp.taken"),
             )
             return
         logger.warning(
-            "spans cannot be sent to %s, and are lost until they can: %s",
+            "spans cannot be sent to %s and are being lost: %s",
             self._collector,
-            self._reason.text or "it does not take them",
+            self._reason.text or "it rejects them",
             extra=about("otlp.refused"),
         )
 

@@ -120,4 +120,4 @@ class Told:
 
 
 def _more_than_there_is() -> InvalidRequestError:
-    return InvalidRequestError("More was told than there is of this answer.", param=LAST_EVENT_ID)
+    return InvalidRequestError("This event is beyond the end of the answer.", param=LAST_EVENT_ID)

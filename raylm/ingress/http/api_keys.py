@@ -70,9 +70,11 @@ class APIKeys:
         self._seen = state
         try:
             self._digests = self._read()
-            logger.info("the API keys were read again: %d", len(self._digests), extra=about("api_keys"))
+            logger.info("reloaded the API keys: %d keys", len(self._digests), extra=about("api_keys"))
         except ConfigError as error:
-            logger.error("the API keys stay as they were: %s", error.message, extra=about("api_keys"))
+            logger.error(
+                "the API keys were not reloaded, old keys stay valid: %s", error.message, extra=about("api_keys")
+            )
 
     def _read(self) -> list[tuple[ApiKey, bytes]]:
         named = read_keys(self._config, self._policy) or []
@@ -122,7 +124,7 @@ def read_keys(config: IngressConfig, policy: str = "fair") -> _Named | None:
             raise ConfigError(f"ingress.api_keys_env: the environment has no variable {name}.")
         keys += _parse(os.environ[name].replace(",", "\n"), "ingress.api_keys_env", keys)
     if policy != "fair" and (of := next((key.name for key, _ in keys if key.ttft_s is not None), None)) is not None:
-        raise ConfigError(f"ttft_ms of the key '{of}': nothing is scheduled by it (scheduler.policy: {policy}).")
+        raise ConfigError(f"ttft_ms of the key '{of}': needs scheduler.policy: fair, not {policy}.")
     if _num_names(keys) == 1:
         keys = [(replace(key, admin=True), text) for key, text in keys]
     return keys

@@ -31,7 +31,7 @@ def check_head(headers: Headers, max_bytes: int) -> int:
     if media_type.strip().lower() != "application/json" or charset not in {"", "utf-8", "utf8"}:
         raise MediaTypeError("The Content-Type must be application/json in UTF-8.")
     if headers.get("content-encoding", "identity").lower() != "identity":
-        raise MediaTypeError("A Content-Encoding is not supported; send the body as it is.")
+        raise MediaTypeError("A Content-Encoding is not supported; send the body uncompressed.")
     length = headers.get("content-length", "")
     num_bytes = int(length[:20]) if length.isdecimal() else 0
     if num_bytes > max_bytes:
@@ -106,7 +106,7 @@ def _too_large(max_bytes: int) -> BodyTooLargeError:
 def parse_json_object(body: bytes) -> JSONObject:
     """Parse ``body``; NaN, Infinity, numbers beyond a double and lone surrogates are refused by orjson already."""
     if len(body) > MAX_ELEMENTS and _count_marks(body) > MAX_ELEMENTS < _count_elements(body):
-        raise BodyTooLargeError(f"The body holds more than {MAX_ELEMENTS} JSON values.")
+        raise BodyTooLargeError(f"The body has more than {MAX_ELEMENTS} JSON values.")
     try:
         data = orjson.loads(body)
     except orjson.JSONDecodeError as error:

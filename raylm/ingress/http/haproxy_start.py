@@ -32,7 +32,7 @@ def max_connections() -> int:
 def connections_per_address(most: int) -> int:
     said = os.environ.get(_PER_ADDRESS_VARIABLE, "")
     if said and (not said.isdecimal() or not int(said)):
-        raise ConfigError(f"{_PER_ADDRESS_VARIABLE}: {said!r} is no number of connections, 1 or more.")
+        raise ConfigError(f"{_PER_ADDRESS_VARIABLE}: {said!r} is not a number of connections, 1 or more.")
     return int(said) if said else most // 2
 
 
@@ -97,6 +97,6 @@ def lacking_variables() -> str | None:
     if not lacking:
         return None
     return (
-        f"controller_options of the Serve file has no {', '.join(lacking)}: limits of connections, heads and probes "
-        "are not RayLM's; take them from configs/llama.yaml"
+        f"controller_options of the Serve file has no {', '.join(lacking)}: RayLM's limits of connections, headers and "
+        "probes are not applied; copy them from configs/llama.yaml"
     )

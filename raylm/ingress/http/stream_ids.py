@@ -173,12 +173,12 @@ class StreamIds:
         key, numbers, body = parts
         at = _NONCE + _KEY
         if head[_NONCE:at] != key:
-            raise NotFoundError(f"'{LAST_EVENT_ID}' names no stream of this API key.", param=LAST_EVENT_ID)
+            raise NotFoundError(f"'{LAST_EVENT_ID}' is not the id of a stream of this API key.", param=LAST_EVENT_ID)
         if head[at : at + _FINGERPRINT] != numbers:
-            message = "names a stream that cannot go on: the model, or what computes it, has changed since."
+            message = "names a stream that cannot continue: the model, or the software that computes it, has changed."
             raise ConflictError(f"'{LAST_EVENT_ID}' {message}", param=LAST_EVENT_ID)
         if head[at + _FINGERPRINT :] != body:
-            message = "names a stream of another body; send the very same bytes."
+            message = "names a stream of another body; send exactly the same bytes."
             raise ConflictError(f"'{LAST_EVENT_ID}' {message}", param=LAST_EVENT_ID)
         return head[:_NONCE], [int.from_bytes(states[at : at + _STATE]) for at in range(0, len(states), _STATE)]
 
@@ -198,5 +198,5 @@ class StreamIds:
 
 
 def _not_from_here() -> InvalidRequestError:
-    message = f"'{LAST_EVENT_ID}' is not the id of an event of such a stream of this server; send the body without it."
+    message = f"'{LAST_EVENT_ID}' is not the id of an event of such a stream on this server; send the body without it."
     return InvalidRequestError(message, param=LAST_EVENT_ID)

@@ -59,7 +59,7 @@ class CompletionRequest(GenerationBody):
         if len(self.prompt) > MAX_PROMPTS:
             raise InvalidRequestError(f"'prompt' may hold at most {MAX_PROMPTS} prompts.", param="prompt")
         if len(self.prompt) * (self.n or 1) > MAX_CHOICES:
-            raise InvalidRequestError(f"'n' times the prompts may make at most {MAX_CHOICES} choices.", param="n")
+            raise InvalidRequestError(f"'n' times the number of prompts must be at most {MAX_CHOICES}.", param="n")
 
     def params(self, defaults: JSONObject, default_max_tokens: int | None) -> SamplingParams:
         """SamplingParams of this body. ``defaults`` and ``default_max_tokens`` are the checkpoint's.

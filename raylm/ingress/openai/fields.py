@@ -360,7 +360,7 @@ class Part(BaseModel):
 
 def _no_whole_vocabulary(value: object) -> object:
     if type(value) is int and value == -1:
-        raise ValueError(f"-1, the whole vocabulary, is not served: at most {MAX_LOGPROBS} are")
+        raise ValueError(f"-1, the whole vocabulary, is not supported; use at most {MAX_LOGPROBS}")
     return value
 
 
@@ -431,7 +431,7 @@ def _as_request_error(error: ErrorDetails) -> InvalidRequestError:
     if kind == "extra_forbidden":
         return unsupported(param, "this field is not supported.")
     if _EXPECTED.get(kind) == "an integer" and isinstance(value, (int, float)) and abs(value) >= 2**63:
-        return wrong(param, "it lies beyond the integers of 64 bits, from -2**63 to 2**63 - 1")
+        return wrong(param, "it must be a 64-bit integer, from -2**63 to 2**63 - 1")
     if kind in _EXPECTED:
         return _wrong_type(param, f"expected {_EXPECTED[kind]}, but got {json_name(value)}")
     if kind == "too_short":

@@ -251,7 +251,7 @@ def structured_outputs_of(chosen: ResponseFormat | None, asked: Constraints | No
     if asked is None:
         return by_format
     if by_format is not None:
-        message = "'structured_outputs' and 'response_format' must not both say what form the answer has."
+        message = "'structured_outputs' and 'response_format' must not both be set."
         raise InvalidRequestError(message, param="structured_outputs")
     given: dict[str, Any] = {name: value for name, value in asked.items() if value is not None}
     if given.get("json") in (True, "true"):
@@ -308,7 +308,7 @@ class StreamOptions(Part):
 
 def _cut_length(length: int) -> int:
     if length < 1 and length != -1:
-        raise ValueError("must be -1 (what the context takes) or at least 1")
+        raise ValueError("must be -1 (the size of the context) or at least 1")
     return length
 
 

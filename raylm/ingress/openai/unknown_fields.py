@@ -55,7 +55,7 @@ class IncomingFields:
         if agent not in self._told and len(self._told) < MAX_TOLD:
             self._told.add(agent)
             logger.warning(
-                "the agent %s sends requests; its prompts may not fit into the context of %d tokens, less than %d",
+                "the agent %s sends requests; its prompts may not fit in the context of %d tokens, use at least %d",
                 agent,
                 self._llm.max_model_len,
                 AGENTS_CONTEXT,
@@ -75,7 +75,7 @@ class IncomingFields:
             if name not in self._told and len(self._told) < MAX_TOLD:
                 self._told.add(name)
                 logger.warning(
-                    "a client sends the field %s, which is not served here and is left out",
+                    "a client sent the field %s, which is not supported and was ignored",
                     name,
                     extra=about("field.ignored", field=name),
                 )

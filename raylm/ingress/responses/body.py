@@ -114,7 +114,7 @@ class ResponsesRequest(SamplingBody):
     @model_validator(mode="after")
     def _served(self) -> ResponsesRequest:
         if self.background and self.store is False:
-            raise refuse("it needs 'store': nobody could fetch the answer", at="background")
+            raise refuse("it needs 'store', because the answer is fetched later", at="background")
         if not {_LOGPROBS, _SEALED_REASONING}.issuperset(self.include or ()):
             raise refuse(f"only {_LOGPROBS} and {_SEALED_REASONING} are supported.", at="include", served=False)
         return self

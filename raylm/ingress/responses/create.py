@@ -102,16 +102,14 @@ class CreateResponse:
             try:
                 await self.take_over_once()
             except Exception as error:
-                logger.warning(
-                    "responses in the background could not be looked after: %s", error, extra=about("responses")
-                )
+                logger.warning("background responses could not be renewed: %s", error, extra=about("responses"))
             await asyncio.sleep(_RENEW_S)
 
     async def take_over_once(self) -> None:
         making = [task.get_name() for task in self._background]
         for lost in await self._store.renew(self._maker, _MOST_AT_ONCE if self._llm.is_ready else 0, making):
             goes_on = about("response.taken_over", lost.response_id)
-            logger.info("response %s goes on here: who made it is gone", lost.response_id, extra=goes_on)
+            logger.info("response %s continues here; its former replica is gone", lost.response_id, extra=goes_on)
             self._begin(lost.response_id, self._make_again(lost))
 
     async def _start(
@@ -143,7 +141,7 @@ class CreateResponse:
             return []
         found = await self._store.history(owner, response_id)
         if found is None:
-            message = f"Previous response with id '{clip(response_id, 100)}' not found; it may have been too long ago."
+            message = f"Previous response with id '{clip(response_id, 100)}' not found; it may have expired."
             raise PreviousResponseNotFoundError(message, param="previous_response_id")
         records = await offload(
             lambda: [orjson.loads(record) for record in found], sum(map(len, found)) // _BYTES_A_THING
@@ -165,7 +163,7 @@ class CreateResponse:
         for place, item_id in referred.items():
             if item_id not in found:
                 message = (
-                    f"Item with id '{clip(item_id, 100)}' not found: only items of stored responses can be referred to."
+                    f"Item with id '{clip(item_id, 100)}' not found: only items of stored responses can be referenced."
                 )
                 raise NotFoundError(message, param=f"input[{place}].id")
         return [found[referred[place]] if place in referred else item for place, item in enumerate(items)]
@@ -188,7 +186,7 @@ class CreateResponse:
         except StoreLostError as error:
             job.stored = False
             lost = about("response.not_stored", job.id)
-            logger.error("response %s is answered, and could not be stored: %s", job.id, error.message, extra=lost)
+            logger.error("response %s was sent, but could not be stored: %s", job.id, error.message, extra=lost)
 
     async def _stream(self, job: ResponseJob, outputs: Outputs, items: list[JSONObject]) -> Chunks:
         numbers = count()
@@ -290,7 +288,7 @@ class CreateResponse:
             await asyncio.wait([making, cancelled], return_when=asyncio.FIRST_COMPLETED)
             if cancelled.done() and cancelled.exception() is not None:
                 failed = about("response.failed", job.id)
-                logger.warning("response %s can not be cancelled", job.id, exc_info=cancelled.exception(), extra=failed)
+                logger.warning("response %s cannot be cancelled", job.id, exc_info=cancelled.exception(), extra=failed)
                 await making
         finally:
             for task in (making, cancelled):

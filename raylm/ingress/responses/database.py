@@ -72,7 +72,7 @@ def open_database(path: str) -> sqlite3.Connection:
         return _opened(path)
     except sqlite3.Error as error:
         if not (is_damaged(error) or isinstance(error, _UnknownFormError)):
-            raise ConfigError(f"ingress.store: {path} cannot be used ({error}); name a file that can.") from error
+            raise ConfigError(f"ingress.store: {path} cannot be used ({error}); choose another file.") from error
         move_aside(path, error)
         return _opened(path)
 
@@ -112,7 +112,7 @@ def fault_of(path: Path) -> str | None:
     except sqlite3.Error as error:
         return str(error)
     if version > len(MIGRATIONS):
-        return f"a newer version wrote it, in form {version}; this one knows {len(MIGRATIONS)}"
+        return f"a newer version wrote it (schema {version}; this version supports {len(MIGRATIONS)})"
     return None if found == "ok" else str(found)
 
 
@@ -172,7 +172,7 @@ def _opened(path: str) -> sqlite3.Connection:
 def _migrate(database: sqlite3.Connection, path: str) -> None:
     (version,) = database.execute("PRAGMA user_version").fetchone()
     if version > len(MIGRATIONS):
-        message = f"a newer version wrote {path}, in form {version}; name another file."
+        message = f"a newer version wrote {path} (schema {version}); choose another file."
         raise ConfigError(f"ingress.store: {message}")
     for number, statements in enumerate(MIGRATIONS[version:], version + 1):
         for statement in statements:

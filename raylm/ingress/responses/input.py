@@ -173,7 +173,7 @@ def _listed(item: Any, response_id: str, place: int, unseal: Callable[[str], str
     if sealed := item.get("encrypted_content"):
         head["encrypted_content"] = sealed
         if not content and (content := unseal(sealed)) is None:
-            rule = "it was not sealed by this server for this API key; leave the reasoning out"
+            rule = "it was not encrypted by this server for this API key; remove the reasoning"
             raise wrong(f"input[{place}].encrypted_content", rule)
     return head | {"content": _parts(content, "reasoning_text")} if content else head
 

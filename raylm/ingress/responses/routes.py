@@ -44,10 +44,10 @@ class Followers:
         """
         most = None if key is None else key.limits.concurrency
         if most is not None and self._open[name] >= most:
-            message = f"The API key '{name}' follows {most} streams already, as many as its limit 'concurrency' allows."
+            message = f"The API key '{name}' already follows {most} streams, its limit 'concurrency'."
             raise RateLimitError(message)
         if self._open.total() >= self._most:
-            raise OverloadedError(f"{self._most} streams of stored responses are followed already. Please try again.")
+            raise OverloadedError(f"{self._most} streams of stored responses are already open. Please try again.")
         self._open[name] += 1
         try:
             yield
@@ -81,7 +81,7 @@ def response_routes(store: ResponseStore, max_followed: int) -> list[Route]:
                 raise InvalidRequestError("'starting_after' needs 'stream' to be true.", param="starting_after")
             return json_response(record["response"])
         if not (record["response"]["background"] and record["streamed"]):
-            raise unsupported("stream", "only what was asked for with 'background' and 'stream' can be followed.")
+            raise unsupported("stream", "only a response requested with 'background' and 'stream' can be followed.")
         after = query.get("starting_after")
         if after is not None and not (after.isascii() and after.isdecimal() and len(after) < 10):
             raise InvalidRequestError("'starting_after' must be the number of an event.", param="starting_after")
@@ -98,7 +98,7 @@ def response_routes(store: ResponseStore, max_followed: int) -> list[Route]:
     async def cancel(request: Request) -> Response:
         record = await _record(store, request)
         if not record["response"]["background"]:
-            message = "Only a response that was asked for with 'background' can be cancelled."
+            message = "Only a response requested with 'background' can be cancelled."
             raise InvalidRequestError(message, param="response_id")
         cancelled = await store.cancel(*_names(request))
         return json_response((record if cancelled is None else orjson.loads(cancelled))["response"])
@@ -145,7 +145,7 @@ def _page(items: list[JSONObject], request: Request) -> JSONObject:
     if (after := query.get("after")) is not None:
         ids = [item["id"] for item in ordered]
         if after not in ids:
-            raise InvalidRequestError("'after' names no item of this input.", param="after")
+            raise InvalidRequestError("'after' is not the id of an item of this input.", param="after")
         ordered = ordered[ids.index(after) + 1 :]
     page = ordered[: int(limit)]
     ends = {"first_id": page[0]["id"], "last_id": page[-1]["id"]} if page else {"first_id": "", "last_id": ""}

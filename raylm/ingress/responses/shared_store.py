@@ -58,9 +58,7 @@ def store_path(knob: str | None, application: str) -> str:
         path.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
         keep_private(path)
     except OSError as error:
-        raise ConfigError(
-            f"ingress.store: {path} cannot be written ({error.strerror}); name a file that can."
-        ) from None
+        raise ConfigError(f"ingress.store: {path} cannot be written ({error.strerror}); choose another file.") from None
     return str(path)
 
 
@@ -81,7 +79,7 @@ class _RemoteStore:
             try:
                 return await getattr(self._store, name).remote(*args)
             except self._lost as error:
-                message = "The store of responses was lost, and is being started again; try again shortly."
+                message = "The store of responses was lost and is restarting; try again shortly."
                 raise StoreLostError(message) from error
 
         return call

@@ -253,7 +253,7 @@ class ResponseStore:
             taken = []
             for response_id, owner, record, job, makers in lost:
                 if job is None or makers + 1 >= MOST_MAKERS:
-                    why = f"The server ended {makers + 1} times while this response was made."
+                    why = f"The server ended {makers + 1} times while this response was generated."
                     self._end(response_id, record, "failed", {"code": "server_error", "message": why})
                     continue
                 self._database.execute(

@@ -22,7 +22,7 @@ class Int4Linear:
         self._group = self._inputs // weight.scales.shape[1]
         block = next((size for size in _BLOCKS if self._group % size == 0), None)
         if block is None:
-            served = "a multiple of 32 inputs have one scale"
+            served = "a multiple of 32 inputs share a scale"
             raise ConfigError(f"model: 4-bit weights are served on a GPU where {served}, not {self._group}.")
         self._half = block // 2
         low, high = weight.values.view(self._outputs, -1, 2, self._half).unbind(2)

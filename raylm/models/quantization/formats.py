@@ -54,7 +54,7 @@ class GroupedInt4(WeightFormat):
     def groups(self, inputs: int) -> int:
         size = self.group or inputs
         if inputs % size or size % 8:
-            raise ValueError(f"4-bit weights are served where {inputs} inputs divide into groups of a multiple of 8")
+            raise ValueError(f"4-bit weights need groups of a multiple of 8 that divide {inputs} inputs")
         return inputs // size
 
     def weight(self, layer: Linear) -> Weight:
@@ -89,7 +89,7 @@ class PackQuantized(GroupedInt4):
         shape = stored["weight_shape"].tolist()
         if shape != list(values.shape):
             wanted = list(values.shape)
-            raise ConfigError(f"model: the weight_shape of {name} is {shape}, config.json asks for {wanted}.")
+            raise ConfigError(f"model: the weight_shape of {name} is {shape}, config.json requires {wanted}.")
         if self.symmetric:
             return values, scales, torch.full_like(scales, _MIDDLE)
         zeros = unpacked(stored["weight_zero_point"].T)[:, : len(values)]

@@ -29,7 +29,7 @@ class Fp8Tensors(WeightFormat):
 
     def tensors(self, rows: int, inputs: int) -> dict[str, Tensor]:
         if rows % _MULTIPLE or inputs % _MULTIPLE:
-            raise ValueError(f"fp8 weights are served where both sides are a multiple of 16, not {rows} and {inputs}")
+            raise ValueError(f"fp8 weights need outputs and inputs that are multiples of 16, not {rows} and {inputs}")
         weight = torch.empty((rows, inputs), dtype=FP8)
         return {"weight": weight, "weight_scale": torch.empty(1), "input_scale": torch.empty(1)}
 

@@ -34,7 +34,7 @@ class Fp8Blocks(WeightFormat):
 
     def tensors(self, rows: int, inputs: int) -> dict[str, Tensor]:
         if inputs % BLOCK:
-            raise ValueError(f"fp8 blocks are served where inputs are a multiple of {BLOCK}, not {inputs}")
+            raise ValueError(f"fp8 blocks need inputs that are a multiple of {BLOCK}, not {inputs}")
         scales = torch.empty((-(-rows // BLOCK), inputs // BLOCK))
         return {"weight": torch.empty((rows, inputs), dtype=FP8), "weight_scale_inv": scales}
 

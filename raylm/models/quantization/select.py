@@ -39,7 +39,7 @@ class ByModule(Quantization):
             formats = {self._format_of(name) for name in names}
             if len(formats) > 1:
                 raise ConfigError(
-                    f"model: only some of {', '.join(names)} are quantized; they are served as one, and must be alike."
+                    f"model: only some of {', '.join(names)} are quantized; they form one layer and need one format."
                 )
             try:
                 layer.expect(formats.pop())
@@ -48,7 +48,7 @@ class ByModule(Quantization):
             if tied and names == [HEAD] and any(layer.stored.values()):
                 raise ConfigError(
                     f"model: {HEAD} shares the embedding's weights, which are not quantized; config.json must leave "
-                    f"{HEAD} out, as in ignore or modules_to_not_convert."
+                    f"{HEAD} out, by ignore or modules_to_not_convert."
                 )
 
 

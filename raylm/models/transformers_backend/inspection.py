@@ -128,7 +128,7 @@ def read_mask(
     for query in {0, 1, length // 3, length // 2, count, length - 1}:
         distance = query - keys
         if query < length and not torch.equal(seen(query), (distance >= 0) & (distance < count)):
-            return UnservedError("its attention sees other tokens than those before it, or a window of them")
+            return UnservedError("its attention is neither causal nor a sliding window")
     return Mask(None if count == length else count)
 
 

@@ -65,7 +65,7 @@ class TransformersForCausalLM(CausalLM):
         name = next(self._left_to_torch(), None)
         self.torch_multiplies = name is not None
         if name is not None and self.quantization is not None:
-            left = f"{name} of {self.checkpoint.path} is no linear layer, and would stay as it is"
+            left = f"{name} of {self.checkpoint.path} is not a linear layer and would not be quantized"
             raise ConfigError(f"quantization: {left}; {type(self.modeling.causal).__name__} is not served quantized.")
 
     def _left_to_torch(self) -> Iterator[str]:

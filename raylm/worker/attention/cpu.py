@@ -33,7 +33,7 @@ class CpuBackend(AttentionBackend[layout.Batch]):
         if dtype not in (torch.float32, torch.bfloat16):
             reasons.append(f"it has no {dtype}")
         if spec.head_dim % layout.LANES:
-            reasons.append(f"head_dim {spec.head_dim} is no multiple of {layout.LANES}")
+            reasons.append(f"head_dim {spec.head_dim} is not a multiple of {layout.LANES}")
         return reasons
 
     @classmethod

@@ -36,4 +36,4 @@ def on_all_ranks(ranks: Ranks, attempt: Callable[[], T]) -> T:
     try:
         return attempt()
     except torch.OutOfMemoryError as error:
-        raise RuntimeError("A CUDA graph had memory when it was tried, and none when it was captured.") from error
+        raise RuntimeError("A CUDA graph had enough memory in its trial, but not in its capture.") from error

@@ -187,7 +187,7 @@ class GraphForward(Forward):
                 self._graphs[key] = on_all_ranks(self._ranks, lambda: self._capture(lambda: self.eager.run(inputs)))
             except torch.OutOfMemoryError as error:
                 logger.warning(
-                    "Steps of %d sequences are slower, their CUDA graph has no memory: %s",
+                    "Steps of %d sequences are slower, because their CUDA graph has no memory: %s",
                     size,
                     error,
                     extra=about("slower"),

@@ -57,7 +57,7 @@ class PromptGraphs:
                 graph = on_all_ranks(self._ranks, partial(self._captured, size, width, capture))
             except torch.OutOfMemoryError as error:
                 logger.warning(
-                    "Steps of %d tokens are slower, their CUDA graph has no memory: %s",
+                    "Steps of %d tokens are slower, because their CUDA graph has no memory: %s",
                     size,
                     error,
                     extra=about("slower"),

@@ -214,6 +214,6 @@ class Answer:
 
     def _fail(self, reason: str) -> None:
         kind = _KIND_OF_ERROR.match(reason)[0]  # type: ignore[index]  # the rest may contain part of the answer
-        logger.warning("a grammar cannot go on: %s", kind, extra=about("grammar.failed"))
+        logger.warning("a grammar failed: %s", kind, extra=about("grammar.failed"))
         self.failed, self.over, self._matcher = True, False, None
         self._mask[:] = 0

@@ -165,7 +165,7 @@ async def test_parsers_are_chosen_by_name_or_not_at_all(llm: AsyncLLM, checkpoin
     assert refused.value.param == "reasoning_effort"
     with pytest.raises(ConfigError, match=r"tool_parser: 'hermse' is not known; use auto, none, .*hermes"):
         AsyncLLM(Config(model=str(checkpoint), tool_parser="hermse"))
-    with pytest.raises(ConfigError, match="no tokens of this model's vocabulary"):
+    with pytest.raises(ConfigError, match="not tokens of this model's vocabulary"):
         AsyncLLM(Config(model=str(checkpoint), reasoning_parser="think"))
     chosen = AsyncLLM(Config(model="embedded", tool_parser="mistral", reasoning_parser="none"))
     assert chosen.chat_description == "tool calls: mistral; reasoning: none"

@@ -66,7 +66,7 @@ async def test_an_engine_is_found_after_looks_that_failed(
     async with asyncio.timeout(300):
         assert await found.get() is client
     assert [record.getMessage() for record in caplog.records] == [
-        "Ray could not be asked for engines, and will be again: the control plane is away"
+        "could not list engines from Ray, trying again: the control plane is away"
     ] * 2
     watching.stop()
 
@@ -97,7 +97,7 @@ async def test_a_line_that_is_lost_to_an_engine_that_lives_is_told_and_one_that_
     await watching.looked()
     assert found.empty()
     assert [record.getMessage() for record in caplog.records] == [
-        "The line to EngineCore:app:d:a was lost, which lives; it is opened again."
+        "lost the connection to EngineCore:app:d:a, which is alive; connecting again"
     ]
     watching.stop()
 

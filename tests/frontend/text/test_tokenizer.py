@@ -121,7 +121,7 @@ async def test_a_regex_that_panics_ends_at_the_text(checkpoint: Path, tmp_path: 
     }
     (path / "tokenizer.json").write_text(json.dumps(described))
     tokenizer = Tokenizer(path)
-    with pytest.raises(InvalidRequestError, match=r"tokenizer cannot read prompt: .*retry-limit") as refused:
+    with pytest.raises(InvalidRequestError, match=r"tokenizer cannot tokenize prompt: .*retry-limit") as refused:
         await tokenizer.encode("x" * 200, add_special_tokens=False)
     assert refused.value.param == "prompt"
     assert await tokenizer.encode("a", add_special_tokens=False)

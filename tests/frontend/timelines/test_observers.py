@@ -36,7 +36,7 @@ def test_a_slow_request_has_a_line_with_its_phases(caplog: pytest.LogCaptureFixt
         record.mark("tokenize")
     (line,) = caplog.records
     assert line.getMessage() == (
-        "request slow-one took 4.000 s, the most for text: admission 1.000, body 1.000, template 1.000, tokenize 1.000"
+        "request slow-one took 4.000 s, mostly for text: admission 1.000, body 1.000, template 1.000, tokenize 1.000"
     )
     told = line.__dict__
     assert (told["event"], told["request_id"]) == ("request.slow", "slow-one")

@@ -241,7 +241,7 @@ async def test_requests_do_not_wait_for_a_collector_that_is_away(
     first, second = (record.getMessage() for record in caplog.records if record.name.startswith("raylm"))
     assert "cannot be sent" in first
     assert "Bad Request" in first
-    assert "those of 3 requests are lost" in second
+    assert "the spans of 3 requests were lost" in second
     assert [record for record in root.records if record.name.startswith("opentelemetry")] == []
 
 

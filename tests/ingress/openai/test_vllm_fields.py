@@ -136,7 +136,7 @@ async def test_any_json_may_be_asked_for(client: httpx.AsyncClient, llm: FakeAsy
 async def test_numbers_beyond_64_bits_are_called_so(client: httpx.AsyncClient) -> None:
     for number in (2**64, -(2**63) - 1, 10**30):
         answer = await client.post(PATH, json=CHAT | {"seed": number})
-        assert "64 bits, from -2**63 to 2**63 - 1" in answer.json()["error"]["message"]
+        assert "64-bit integer, from -2**63 to 2**63 - 1" in answer.json()["error"]["message"]
     answer = await client.post(PATH, json=CHAT | {"seed": 2**63})
     assert "less than 9223372036854775808" in answer.json()["error"]["message"]
     for seed in (2**63 - 1, -(2**63)):

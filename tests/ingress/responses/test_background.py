@@ -325,7 +325,7 @@ async def test_an_answer_that_cannot_be_stored_says_so(
         found = typed_events(answer.text)[-1]["response"] if stream else answer.json()
         assert (found["status"], found["store"]) == ("completed", False)
         assert found["output"][0]["content"][0]["text"] == SAID[0]
-        assert any(f"response {found['id']} is answered, and could not be stored" in line for line in caplog.messages)
+        assert any(f"response {found['id']} was sent, but could not be stored" in line for line in caplog.messages)
         assert (await one.client.get(f"{PATH}/{found['id']}")).status_code == 404
         assert error_of(await one.create(seed=0, metadata=metadata), 503)["code"] == "store_lost"
         store._database.execute("PRAGMA max_page_count = 1000000")

@@ -38,7 +38,7 @@ def test_a_product(
 
 def test_groups_that_do_not_fit_are_named_and_there_may_be_no_rows() -> None:
     values = torch.zeros(8, 48, dtype=torch.uint8)
-    with pytest.raises(ConfigError, match="a multiple of 32 inputs have one scale, not 24"):
+    with pytest.raises(ConfigError, match="a multiple of 32 inputs share a scale, not 24"):
         Int4Linear(Int4Weight(values, torch.ones(8, 2)), None)
     linear = Int4Linear(Int4Weight(torch.zeros(8, 64, dtype=torch.uint8), torch.ones(8, 2)), None)
     assert linear(torch.zeros(0, 64)).shape == (0, 8)

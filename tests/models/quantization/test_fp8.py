@@ -205,7 +205,7 @@ def test_other_fp8_is_refused_by_name(
 
 def test_sides_that_are_no_multiple_of_16_and_scales_that_are_none_are_refused(tmp_path: Path, anywhere: None) -> None:
     fp8, _ = make(tmp_path / "odd", intermediate_size=88)
-    with pytest.raises(ConfigError, match=r"cannot be served quantized: .* multiple of 16, not 88"):
+    with pytest.raises(ConfigError, match=r"cannot be served quantized: .* multiples of 16, not 88"):
         load_model(Checkpoint(fp8), torch.float32, CPU)
     fp8, _ = make(tmp_path / "zero")
     weights = load_file(fp8 / "model.safetensors")

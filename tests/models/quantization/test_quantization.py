@@ -154,7 +154,7 @@ def set_top(**changes: Any) -> Callable[[dict[str, Any]], None]:
         ("compressed W4A16", set_weights(group_size=20), "group_size is 20; supported: -1 and multiples of 8"),
         ("compressed W4A16", set_weights(group_size=40), "q_proj cannot be served quantized: .*64 inputs"),
         ("compressed W4A16", set_top(ignore=[]), r"lacks weights .*lm_head\.weight_packed"),
-        ("compressed W4A16", set_top(ignore=["lm_head", "re:.*k_proj"]), "only some of .*k_proj.*served as one"),
+        ("compressed W4A16", set_top(ignore=["lm_head", "re:.*k_proj"]), "only some of .*k_proj.*form one layer"),
         ("GPTQ", set_top(bits=3), "bits is 3; supported: 4"),
         ("GPTQ", set_top(lm_head=True), "lm_head is True"),
         ("GPTQ", set_top(checkpoint_format="marlin"), "checkpoint_format is 'marlin'"),

@@ -163,7 +163,7 @@ REFUSED: list[tuple[str, dict[str, Any], str]] = [
     ("BloomForCausalLM", {}, "changes attention masks itself"),
     ("Lfm2ForCausalLM", {"layer_types": ["conv", "full_attention"]}, "only 1 of its 2 layers"),
     ("CTRLLMHeadModel", {}, "mix tokens outside of attention"),
-    ("Gemma3ForCausalLM", {"use_bidirectional_attention": True}, "other tokens than those before it"),
+    ("Gemma3ForCausalLM", {"use_bidirectional_attention": True}, "neither causal nor a sliding window"),
 ]
 
 

@@ -157,7 +157,7 @@ class ToolForms:
         elif any(function.get("strict") for function in self._functions):
             marker = self._parser.marker
             if marker and self._mark(marker).startswith('"'):
-                message = f"'strict' is not supported with tool_choice auto: {marker} is no token of this model."
+                message = f"'strict' is not supported with tool_choice auto: {marker} is not a token of this model."
                 raise UnsupportedFieldError(message, param="tools")
             lark = self._grammar(self._parser.free_text())
         else:

@@ -63,7 +63,7 @@ export async function refusal(answer) {
   try {
     const body = await answer.json();
     message = body.error?.message || body.message || message;
-  } catch { /* it is no JSON */ }
+  } catch { /* it is not JSON */ }
   if (answer.status === 401) askForKey(apiKey ? "This key is not valid." : "");
   return new CallError(message, answer.status);
 }
@@ -372,9 +372,9 @@ function showRequests(main) {
 // ------------------------------------------------------------------ one request
 
 const WHY = {
-  queue: "waiting for its turn", preemption: "being preempted", cold_cache: "a cold cache", prompt: "computing its prompt",
-  slow_client: "a client that reads slowly", compile: "compiling the form of its answer", decode: "generating its answer",
-  engine_lost: "the loss of its engine", slow_upload: "receiving its body", text: "reading its fields and text",
+  queue: "waiting in a queue", preemption: "being preempted", cold_cache: "a cold cache", prompt: "computing the prompt",
+  slow_client: "a client that reads slowly", compile: "compiling the structured output", decode: "generating the answer",
+  engine_lost: "the loss of an engine", slow_upload: "receiving the body", text: "parsing the fields and the text",
 };
 
 function showRequest(main, id) {
