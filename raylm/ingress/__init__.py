@@ -1,4 +1,4 @@
-"""The HTTP side over an AsyncLLM: OpenAI's API, Anthropic's, and what operators ask."""
+"""The HTTP server over an AsyncLLM: OpenAI's API, Anthropic's API, and endpoints for operators."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Callers: ends the handle calls of processes that are gone, which neither Ray nor Serve tells a replica."""
+"""Callers: ends the handle calls of dead processes. Neither Ray nor Serve reports a caller's death to a replica."""
 
 from __future__ import annotations
 
@@ -20,18 +20,21 @@ _TIMEOUT_MS = 1000
 
 
 def _answers(ref: ObjectRef) -> bool:
-    """Whether the owner of an object says where it is; a dead process does not, and a busy one is given the doubt."""
+    """Whether the owner of an object answers a question for its location.
+
+    A process that does not answer in time counts as alive.
+    """
     try:
-        # One object a call: Ray aborts this process when it is asked for those of several owners (2.60).
+        # One object per call: Ray 2.60 aborts this process if it is asked for objects of several owners.
         return ref in ray.experimental.get_object_locations([ref], timeout_ms=_TIMEOUT_MS)
     except ray.exceptions.GetTimeoutError:
         return True
 
 
 class Callers:
-    """The running requests of each caller, a process that is known by an object that it owns.
+    """The running requests of each caller. An ObjectRef that the caller owns identifies the caller.
 
-    One that twice in a row does not answer for it is gone, and its requests are interrupted. ``answers`` may block.
+    A caller that is dead in two checks in a row is gone, and its requests are interrupted. ``answers`` may block.
     """
 
     def __init__(self, answers: Callable[[ObjectRef], bool] = _answers, period_s: float = _PERIOD_S) -> None:
@@ -42,7 +45,7 @@ class Callers:
 
     @contextmanager
     def waiting(self, caller: ObjectRef) -> Iterator[OngoingRequest]:
-        """One request of ``caller``, until the end of the block."""
+        """Register a request of ``caller`` until the end of the block."""
         ongoing = OngoingRequest()
         self._requests.setdefault(caller, set()).add(ongoing)
         if self._watch is None or self._watch.done():

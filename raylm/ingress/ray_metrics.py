@@ -1,4 +1,4 @@
-"""RayMetrics: the series of /metrics in Ray's own metrics as well, as ``ray_vllm_…`` and ``ray_raylm_…``."""
+"""RayMetrics: copies the series of /metrics to Ray's own metrics, as ``ray_vllm_…`` and ``ray_raylm_…``."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from ray.util.metrics import Gauge
 
 logger = logging.getLogger("raylm.ingress")
 
-PERIOD_S = 5.0  # Ray collects every 10 s, and forgets what it was not told in two of these times
+PERIOD_S = 5.0  # Ray collects every 10 s, and drops a series without an update in 20 s
 
 
 class _Gauge(Protocol):
@@ -20,11 +20,11 @@ class _Gauge(Protocol):
 
 
 class RayMetrics:
-    """Copies what one replica tells for all, now and then: nothing is counted here.
+    """Copies the metrics of all replicas from one replica, at an interval. It counts nothing itself.
 
-    Every sample is a Gauge with the whole name that it has in /metrics, as Ray's counters and histograms take only
-    single observations; ``rate()`` and ``histogram_quantile()`` do not ask for the type. What Ray knows of processes
-    itself is left out.
+    Every sample becomes a Gauge with the name that it has in /metrics, because Ray's counters and histograms accept
+    only single observations. ``rate()`` and ``histogram_quantile()`` work on gauges too. Metrics of processes that Ray
+    has itself are omitted.
     """
 
     def __init__(
@@ -33,7 +33,11 @@ class RayMetrics:
         series: Callable[[], Awaitable[Iterable[Metric] | None]],
         gauge: Callable[[str, str, tuple[str, ...]], _Gauge] = Gauge,
     ) -> None:
-        """``series`` gives the metrics of all replicas, None where another replica tells them."""
+        """Create the object. ``run`` does the copying.
+
+        Args:
+            series: Returns the metrics of all replicas, or None if another replica copies them.
+        """
         self._application, self._series, self._create = application, series, gauge
         self._gauges: dict[str, _Gauge] = {}
 
@@ -43,16 +47,16 @@ class RayMetrics:
             try:
                 if (families := await self._series()) is not None:
                     await asyncio.to_thread(self.copy, families)
-            except Exception as error:  # of any class: requests are served all the same
+            except Exception as error:  # of any class: requests must not fail because of metrics
                 logger.warning("could not add RayLM's metrics to Ray's: %s", error)
 
     def copy(self, families: Iterable[Metric]) -> None:
-        """Hand over each sample as it is now."""
+        """Copy the current value of each sample."""
         for family in families:
             if family.name.startswith("process_"):
                 continue
             for sample in family.samples:
-                name = sample.name.replace(":", "_")  # which Ray's names may not have
+                name = sample.name.replace(":", "_")  # Ray allows no colons in names
                 if name not in self._gauges:
                     labels = ("application", *sample.labels)
                     self._gauges[name] = self._create(name, family.documentation, labels)

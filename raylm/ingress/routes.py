@@ -1,4 +1,4 @@
-"""The ASGI app of one ingress replica: its routes and the middleware around them, and nothing about Ray."""
+"""The ASGI app of one ingress replica: routes and middleware. It does not depend on Ray."""
 
 from __future__ import annotations
 
@@ -49,7 +49,7 @@ B = TypeVar("B", bound=Body)
 
 class _App(Starlette):
     def build_middleware_stack(self) -> ASGIApp:
-        """Without starlette's two layers for exceptions, which RequestContextMiddleware answers."""
+        """Omit starlette's two layers for exceptions, because RequestContextMiddleware handles exceptions."""
         app: ASGIApp = self.router
         for middleware, args, kwargs in reversed(self.user_middleware):
             app = middleware(app, *args, **kwargs)
@@ -58,12 +58,16 @@ class _App(Starlette):
 
 @dataclass(frozen=True)
 class Surroundings:
-    """What an app in a replica has beside its engines, and one that is alone does not need.
+    """What an app in a replica gets from its replica. An app without a replica needs none of the fields.
 
-    ``state`` is its line to what all replicas share, without which it has one of its own; with ``secret`` all of them
-    sign the ids of streams. ``application`` is the name that Serve has for it. ``create_peers`` knows how to ask the
-    other replicas, ``actors`` lists those of Ray, ``dashboard`` knows the URL of Ray's. With ``on_loopback`` the server
-    cannot be reached from other machines.
+    Attributes:
+        state: The connection to the state that all replicas share. The default is a state of this app alone.
+        secret: Signs the ids of streams, the same in all replicas.
+        application: The application's name in Serve.
+        create_peers: Makes the object that asks the other replicas.
+        actors: Lists Ray's actors.
+        dashboard: Returns the URL of Ray's dashboard.
+        on_loopback: Whether other machines cannot reach the server.
     """
 
     state: StateClient | None = None
@@ -81,10 +85,13 @@ def build_asgi_app(
     shared_actors: Mapping[str, DeploymentHandle] | None = None,
     surroundings: Surroundings = Surroundings(),
 ) -> Starlette:
-    """Make the app; its ``state.lifecycle`` is a Lifecycle, whose ``drain`` the owner calls at shutdown.
+    """Make the app. ``state.lifecycle`` is its Lifecycle. The caller must call ``drain`` at shutdown.
 
-    ``shared_actors`` are those of SHARED_ACTORS, where there are several replicas. The app's ``state.desk`` answers
-    what other replicas ask for operators; the functions of ``state.jobs`` run beside it.
+    Args:
+        shared_actors: The actors of SHARED_ACTORS, if there are several replicas.
+
+    The app's ``state.desk`` answers questions of other replicas for operators. The caller runs the functions in
+    ``state.jobs`` while the app runs.
     """
     http_metrics, state = HTTPMetrics(async_llm, config), surroundings.state or StateClient()
     state.share(lambda: (*async_llm.metrics(), *http_metrics.collect()), async_llm.adapters)
@@ -150,7 +157,7 @@ def build_asgi_app(
 def _middleware(
     async_llm: AsyncLLM, config: Config, http_metrics: HTTPMetrics, state: StateClient, on_loopback: bool
 ) -> list[Middleware]:
-    """The outermost first; where there are keys the queue is shared by them."""
+    """The middleware, outermost first. With API keys, the keys share the queue."""
     middleware = [Middleware(RequestContextMiddleware, http_metrics, config.ingress.access_log)]
     if origins := config.ingress.cors_origins:
         middleware.insert(0, Middleware(ConfiguredOriginsMiddleware, origins))

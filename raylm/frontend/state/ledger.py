@@ -1,4 +1,4 @@
-"""Ledger: what the replicas have taken of the limits of API keys; owned by the ApplicationState."""
+"""Ledger: the usage of API keys' limits in all replicas. Owned by the ApplicationState."""
 
 from __future__ import annotations
 
@@ -7,14 +7,14 @@ from collections.abc import Mapping
 
 from raylm.frontend.state.messages import COUNTED_S, WINDOW_S, Claim, LimitName, Standing, Usage
 
-_RETRY_S = 1.0  # where nothing says when what is open will end
+_RETRY_S = 1.0  # used if the end of the open claims is unknown
 
 
 class Ledger:
-    """Rows of usage by key and replica. A claim is granted if the sum over the rows of its key and the claim fit.
+    """Usage by key and replica. A claim is granted if it fits the limits together with all rows of its key.
 
-    Requests count when they begin; tokens from when they are claimed until a minute after their claim has ended. So in
-    any minute no more is served than the limits say. ``now`` is in seconds, of one clock that never goes back.
+    A request counts from its start. Tokens count from their claim until one minute after the end of the claim, so no
+    minute exceeds a limit. ``now`` is a monotonic time in seconds.
     """
 
     def __init__(self) -> None:
@@ -22,7 +22,12 @@ class Ledger:
         self._rows: defaultdict[str, dict[str, Usage]] = defaultdict(dict)
 
     def replace(self, replica: str, rows: Mapping[str, Usage], ahead_s: float, *, whole: bool) -> None:
-        """Take in rows of a replica, whose clock this one is ``ahead_s`` ahead of; ``whole`` if it has no others."""
+        """Store rows that a replica sent.
+
+        Args:
+            ahead_s: How many seconds the ledger's clock is ahead of the replica's clock.
+            whole: Whether ``rows`` are all rows of the replica. Its other rows are removed.
+        """
         if whole:
             for by_replica in self._rows.values():
                 by_replica.pop(replica, None)
@@ -30,14 +35,14 @@ class Ledger:
             self._rows[key][replica] = self._changed(row.moved(ahead_s))
 
     def hear(self, replica: str, rows: Mapping[str, Usage], ahead_s: float) -> None:
-        """Take in rows of a replica that another one has told: the newest version counts."""
+        """Store rows of a replica that another replica sent. Only newer versions are stored."""
         for key, row in rows.items():
             known = self._rows[key].get(replica)
             if known is None or known.version < row.version:
                 self._rows[key][replica] = row.moved(ahead_s)
 
     def end(self, replica: str, now: float) -> None:
-        """A replica is gone."""
+        """Remove a replica. Its tokens count until their minute is over."""
         for key, by_replica in list(self._rows.items()):
             if (row := by_replica.get(replica)) is not None:
                 row.end(now)
@@ -46,7 +51,7 @@ class Ledger:
                 del self._rows[key]
 
     def others(self, replica: str, since: int) -> dict[str, dict[str, Usage]]:
-        """The rows of other replicas that have changed since a version, by replica and key."""
+        """The rows of other replicas changed after version ``since``, by replica and key."""
         found: dict[str, dict[str, Usage]] = {}
         for key, by_replica in self._rows.items():
             for other, row in by_replica.items():
@@ -55,7 +60,7 @@ class Ledger:
         return found
 
     def claim(self, replica: str, claim: Claim, now: float) -> Standing:
-        """Grant a claim, or refuse it, which changes nothing."""
+        """Grant or refuse a claim. A refused claim changes nothing."""
         limits, rows = claim.limits, self._counting(claim.key, now)
         own, of_all = rows.setdefault(replica, Usage()), rows.values()
         requests = _Taken(limits.requests_per_minute, [row.requests for row in of_all])
@@ -86,7 +91,7 @@ class Ledger:
         return row
 
     def _counting(self, key: str, now: float) -> dict[str, Usage]:
-        """The rows of a key that still count for something."""
+        """The rows of a key that still count."""
         rows = self._rows[key]
         for replica in [replica for replica, row in rows.items() if row.expire(now)]:
             del rows[replica]
@@ -94,7 +99,7 @@ class Ledger:
 
 
 class _Taken:
-    """What all replicas have taken of a limit: counted by second, and held until it is counted."""
+    """The usage of one limit in all replicas: tokens counted by second, and claims that are not yet counted."""
 
     def __init__(self, most: int | None, counts: list[dict[float, int]], held: int = 0) -> None:
         self.total = held + sum([sum(one.values()) for one in counts]) if most is not None else 0
@@ -102,7 +107,7 @@ class _Taken:
         self._most, self._counts = most, counts
 
     def wait_s(self, number: int, now: float) -> float:
-        """Seconds until so many more fit, 0 if they fit now; _RETRY_S where what is held has to end first."""
+        """Seconds until ``number`` more fit, or 0. If an open claim must end first, _RETRY_S."""
         if self._most is None or (over := self.total + number - self._most) <= 0:
             return 0.0
         for second, counted in sorted(pair for one in self._counts for pair in one.items()):
@@ -115,7 +120,7 @@ class _Taken:
         return None if self._most is None else max(0, self._most - self.total)
 
     def reset_s(self, now: float) -> float | None:
-        """Seconds until nothing of it counts any more, if nothing is taken meanwhile."""
+        """Seconds until nothing counts any more, without new usage."""
         if self._most is None or self.held:
             return None if self._most is None else WINDOW_S
         return max((second + COUNTED_S - now for one in self._counts for second in one), default=0.0)

@@ -1,4 +1,4 @@
-"""JSON answers of any size: small ones in one call, large ones in pieces on a thread, beside the event loop."""
+"""JSON answers of any size. Small answers are encoded in one call, large answers in pieces on a thread."""
 
 from __future__ import annotations
 
@@ -15,16 +15,19 @@ _PIECE_BYTES = 2**20
 
 
 class Pieces:
-    """A JSON array that may be long. ``values`` are its elements, read once: best an iterator that makes them."""
+    """A JSON array that may be long. ``values`` are its elements, which are read once. An iterator saves memory."""
 
-    def __init__(self, values: Iterable[Any]) -> None:  # no dataclass: orjson would write it as an object
+    def __init__(self, values: Iterable[Any]) -> None:  # not a dataclass, because orjson would write it as an object
         self.values = values
 
 
 async def json_answer(make: Callable[[], Any], size: int) -> list[bytes]:
-    """What ``make`` returns as JSON, in one piece or several; ``size`` is roughly how many things it has.
+    """Encode the result of ``make`` as JSON, in one piece or several.
 
-    One call of orjson for a large value, or one copy of its result, would hold up all threads: use Pieces in it.
+    One call of orjson for a large value holds the GIL for the whole call, so the large arrays in it should be Pieces.
+
+    Args:
+        size: About how many values the result has.
     """
     if size <= LARGE:
         return [orjson.dumps(make(), default=pieces_as_list, option=orjson.OPT_SERIALIZE_NUMPY)]
@@ -36,14 +39,14 @@ def json_response(value: Any) -> Response:
 
 
 def pieces_as_list(value: object) -> list[Any]:
-    """The ``default`` of orjson for values that hold Pieces."""
+    """Convert Pieces to a list: the ``default`` function for orjson."""
     if isinstance(value, Pieces):
         return list(value.values)
     raise TypeError(type(value))
 
 
 def _written(value: Any) -> Iterator[bytes]:
-    """``value`` in small parts; objects and Pieces are taken apart, all else is encoded as it is."""
+    """Encode ``value`` in small parts. Objects and Pieces are split, and every other value is encoded in one part."""
     items: Iterable[Iterable[bytes]]
     if isinstance(value, Pieces):
         opening, items, closing = b"[", map(_written, value.values), b"]"
@@ -62,7 +65,7 @@ def _written(value: Any) -> Iterator[bytes]:
 
 
 def _grouped(parts: Iterable[bytes]) -> Iterator[bytes]:
-    """The parts joined to pieces of about a mebibyte; in one buffer, as each would be an object of 40 bytes."""
+    """Join the parts to pieces of about 1 MiB, in one buffer, because each small bytes object costs 40 bytes."""
     held = bytearray()
     for part in parts:
         held += part

@@ -1,4 +1,4 @@
-"""API keys: read from a file or an environment variable, compared in constant time, shown by their names alone."""
+"""API keys: read from a file or an environment variable, compared in constant time, and logged only by name."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ from raylm.frontend import ApiKey, KeyLimits, StateClient
 from raylm.ingress.http.errors import logger, route_path
 from raylm.stages import about
 
-CHECK_S = 1.0  # between looks at the file
+CHECK_S = 1.0  # between checks of the file
 _MAX_NAME = 64
 _MAX_WEIGHT = 1000.0
 _NO_KEY = "No API key was given: send it as 'Authorization: Bearer KEY' or as 'x-api-key: KEY'."
@@ -33,13 +33,20 @@ _Named = list[tuple[ApiKey, str]]
 
 
 class APIKeys:
-    """The valid keys; what is kept is their SHA-256, so that no dump shows one.
+    """The valid keys. Only their SHA-256 is kept, so that a memory dump shows no key.
 
-    The file is read again when it has changed; one with a fault is told in the log, and the keys stay as they were.
+    The file is read again after a change. If it has an error, the error is logged and the old keys stay valid.
     """
 
     def __init__(self, config: IngressConfig, policy: str = "fair", share_prefixes: bool = False) -> None:
-        """With ``share_prefixes`` several keys share the prefix cache. ConfigError: as ``read_keys``, or no key."""
+        """Read the keys.
+
+        Args:
+            share_prefixes: Whether several keys may share the prefix cache.
+
+        Raises:
+            ConfigError: As for ``read_keys``, or there is no key.
+        """
         self._config = config
         self._policy = policy
         self._share_prefixes = share_prefixes
@@ -51,7 +58,10 @@ class APIKeys:
         return len({key.name for key, _ in self._digests})
 
     def find(self, presented: Iterable[bytes]) -> ApiKey | None:
-        """The first known key among ``presented``; takes as long whichever it is, and if none is known."""
+        """Return the first known key among ``presented``.
+
+        The time does not depend on which key is known, or whether any is.
+        """
         self._look_again()
         found = None
         for key in presented:
@@ -96,16 +106,20 @@ def _num_names(named: _Named) -> int:
 
 
 def read_keys(config: IngressConfig, policy: str = "fair") -> _Named | None:
-    """The configured keys, None where no source of keys is configured. A single key is an admin's.
+    """Read the configured keys. Returns None if no source of keys is configured.
 
-    Both sources hold ``name: key``, one a line, in the variable also separated by commas; a key without a name is
-    called by its number. Behind the key may stand options, in any order: weight=2 requests_per_minute=60
-    tokens_per_minute=100000 concurrency=8 max_output=1000 ttft_ms=500 itl_ms=50 admin. Lines that begin
-    with # are comments. Keys of one name share its limits, which must be the same.
+    Both sources hold ``name: key`` pairs: one in each line, and in the variable also separated by commas. For example:
+
+        alice: sk-abc weight=2 requests_per_minute=60 tokens_per_minute=100000
+        bob: sk-def concurrency=8 max_output=1000 ttft_ms=500 itl_ms=50 admin
+
+    A key without a name gets its number as its name. Options follow the key in any order. A line that begins with # is
+    a comment. Several keys with the same name share the limits of that name, which must be equal. If there is only one
+    key, it is an admin key.
 
     Raises:
-        ConfigError: a source is missing, empty, or holds a bad line, or a target by which the scheduler's ``policy``
-            does not go; it names the place and never shows a key.
+        ConfigError: A source is missing, empty, or has a bad line, or the scheduler's ``policy`` ignores a target of a
+            key. The error names the line and never shows a key.
     """
     if config.api_keys_file is None and config.api_keys_env is None:
         return None
@@ -152,7 +166,7 @@ def _parse(text: str, source: str, before: _Named) -> _Named:
 
 
 def _described(name: str, options: list[str], where: str) -> ApiKey:
-    """Read the options of a key. An error shows none of them, because an option may be a part of the key."""
+    """Parse the options of a key. An error does not show them, because an option may be a part of the key."""
     given: dict[str, str] = {}
     for place, option in enumerate(options, 1):
         what, _, value = option.partition("=")
@@ -176,7 +190,7 @@ def _described(name: str, options: list[str], where: str) -> ApiKey:
 
 
 def _number(text: str) -> float:
-    """0 if it is none."""
+    """Parse a number. Returns 0 if ``text`` is not a number."""
     try:
         return float(text)
     except ValueError:
@@ -184,12 +198,12 @@ def _number(text: str) -> float:
 
 
 class APIKeyMiddleware:
-    """Lets no request without a valid key pass, except to the open paths.
+    """Refuses every request without a valid key, except requests to the open paths.
 
-    The ApiKey is ``scope["raylm.api_key"]``, its name ``scope["raylm.key"]``; ``scope["raylm.answer_headers"]`` makes
-    headers for the answer, which say where a limited key stands.
+    The ApiKey becomes ``scope["raylm.api_key"]``, and its name ``scope["raylm.key"]``. The function
+    ``scope["raylm.answer_headers"]`` makes the rate limit headers of the answer.
 
-    It looks at the path that the router sees, never at Host or a URL put together from it.
+    The middleware checks the path that the router uses. It never uses the Host header or a URL made from it.
     """
 
     def __init__(self, app: ASGIApp, keys: APIKeys, open_paths: frozenset[str], state: StateClient) -> None:
@@ -211,9 +225,9 @@ class APIKeyMiddleware:
 
 
 def rate_limit_headers(key: ApiKey, state: StateClient) -> list[tuple[bytes, bytes]]:
-    """OpenAI's ``x-ratelimit-…``: what the key's limits are, what is left, and when all of it is there again.
+    """OpenAI's ``x-ratelimit-…`` headers: limit, remaining amount and time to the full limit.
 
-    They tell of the key's newest request in this replica, and of a key without any its limits.
+    The numbers are from the key's newest request in this replica. Without such a request they are the key's limits.
     """
     found, headers = state.standing(key.name), []
     for kind, limit in (("requests", key.limits.requests_per_minute), ("tokens", key.limits.tokens_per_minute)):
@@ -227,7 +241,7 @@ def rate_limit_headers(key: ApiKey, state: StateClient) -> list[tuple[bytes, byt
 
 
 def _duration(seconds: float) -> str:
-    """As OpenAI writes it: 250ms, 12.5s."""
+    """Format a duration as OpenAI does: 250ms, 12.5s."""
     return f"{math.ceil(seconds * 1000)}ms" if seconds < 1 else f"{seconds:.3f}".rstrip("0").rstrip(".") + "s"
 
 

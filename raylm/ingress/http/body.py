@@ -1,4 +1,4 @@
-"""Reading a JSON request body within bounds: media type, bytes, nesting, and numbers that JSON has."""
+"""Reads a JSON request body and checks its media type, size, nesting and numbers."""
 
 from __future__ import annotations
 
@@ -14,10 +14,10 @@ from raylm.errors import BodyTimeoutError, BodyTooLargeError, InvalidRequestErro
 from raylm.frontend import ClientDisconnectedError, OngoingRequest
 
 MAX_NESTING = 64
-MAX_ELEMENTS = 2**19  # commas, colons and opening brackets: so many are parsed in 20 to 40 ms, in one go
+MAX_ELEMENTS = 2**19  # commas, colons and opening brackets: 20 to 40 ms of parsing in one call
 _INLINE_BYTES = 65_536
 _SLICE_BYTES = 2**20
-_LONGEST_AT_ONCE = 8  # as many of the longest bodies may be received together
+_LONGEST_AT_ONCE = 8  # how many of the longest bodies may be received at the same time
 _CROWDED = "The server receives as much as it can, and this body had come for longest; try again shortly."
 _MARKS = (b",", b":", b"{", b"[")
 
@@ -25,7 +25,7 @@ JSONObject = dict[str, Any]
 
 
 def check_head(headers: Headers, max_bytes: int) -> int:
-    """Refuse a body by what is announced of it; returns its bytes, 0 if they are not."""
+    """Check the headers of a body. Returns its announced length in bytes, or 0."""
     media_type, _, options = headers.get("content-type", "").partition(";")
     charset = options.strip().lower().removeprefix("charset=").strip('"')
     if media_type.strip().lower() != "application/json" or charset not in {"", "utf-8", "utf8"}:
@@ -40,9 +40,9 @@ def check_head(headers: Headers, max_bytes: int) -> int:
 
 
 class BodyReader:
-    """Owns what a replica has received of bodies that are not whole: bounded each in time, and together in bytes.
+    """Receives the bodies of a replica. Limits the time of each body and the total bytes of all incomplete bodies.
 
-    Where all of them are too many or too long, the one that has been coming for longest is given up.
+    If the total is exceeded, the body that began first is refused.
     """
 
     def __init__(self, max_bytes: int, max_bodies: int, timeout_s: float) -> None:
@@ -53,11 +53,13 @@ class BodyReader:
         self._size = 0
 
     async def read(self, receive: Receive, ongoing: OngoingRequest) -> bytes:
-        """The body of a request that has been entered; of one that is too long the rest is not read.
+        """Receive the body of a registered request. The rest of a body that is too long is not read.
 
         Raises:
-            ClientDisconnectedError: the client hung up while sending.
-            BodyTooLargeError, BodyTimeoutError, OverloadedError: it was given up.
+            ClientDisconnectedError: The client disconnected before the end of the body.
+            BodyTooLargeError: The body is longer than its limit.
+            BodyTimeoutError: The body took longer than its time limit.
+            OverloadedError: The incomplete bodies of all requests exceeded their limit.
         """
         late = BodyTimeoutError(f"The body did not arrive within {self._timeout_s:g} s.")
         timer = asyncio.get_running_loop().call_later(self._timeout_s, ongoing.interrupt, late)
@@ -80,7 +82,7 @@ class BodyReader:
 
     def _count(self, ongoing: OngoingRequest, num_bytes: int) -> None:
         if ongoing not in self._sizes:
-            raise OverloadedError(_CROWDED)  # given up in this turn of the event loop
+            raise OverloadedError(_CROWDED)  # refused during this turn of the event loop
         self._sizes[ongoing] += num_bytes
         self._size += num_bytes
         if self._sizes[ongoing] > self._max_bytes:
@@ -95,7 +97,7 @@ class BodyReader:
 
 
 async def read_json_object(body: bytes) -> JSONObject:
-    """Parse ``body``, a long one on a thread."""
+    """Parse ``body``. A long body is parsed on a thread."""
     return parse_json_object(body) if len(body) <= _INLINE_BYTES else await asyncio.to_thread(parse_json_object, body)
 
 
@@ -104,7 +106,7 @@ def _too_large(max_bytes: int) -> BodyTooLargeError:
 
 
 def parse_json_object(body: bytes) -> JSONObject:
-    """Parse ``body``; NaN, Infinity, numbers beyond a double and lone surrogates are refused by orjson already."""
+    """Parse ``body``. orjson already refuses NaN, Infinity, numbers beyond a double, and lone surrogates."""
     if len(body) > MAX_ELEMENTS and _count_marks(body) > MAX_ELEMENTS < _count_elements(body):
         raise BodyTooLargeError(f"The body has more than {MAX_ELEMENTS} JSON values.")
     try:
@@ -119,13 +121,16 @@ def parse_json_object(body: bytes) -> JSONObject:
 
 
 def _count_marks(body: bytes) -> int:
-    """Marks that part elements, those inside strings included; in slices, as each count holds the GIL."""
+    """Count commas, colons and opening brackets, including those in strings.
+
+    Counts in slices, since a count holds the GIL.
+    """
     starts = range(0, len(body), _SLICE_BYTES)
     return sum(body.count(mark, start, start + _SLICE_BYTES) for start in starts for mark in _MARKS)
 
 
 def _count_elements(body: bytes) -> int:
-    """Marks outside of strings, up to the first one beyond MAX_ELEMENTS or the end of what could be JSON."""
+    """Count the marks outside of strings, up to MAX_ELEMENTS + 1 or the end of valid JSON."""
     found = position = 0
     while position < len(body) and found <= MAX_ELEMENTS:
         quote = body.find(b'"', position)
@@ -136,7 +141,7 @@ def _count_elements(body: bytes) -> int:
 
 
 def _after_string(body: bytes, quote: int) -> int:
-    """Where the string that begins at ``quote`` is over: a quote after an odd number of backslashes is a part of it."""
+    """The position after the string that begins at ``quote``. A quote after an odd number of backslashes is escaped."""
     end = body.find(b'"', quote + 1)
     while end >= 0:
         before = end - 1

@@ -1,4 +1,4 @@
-"""GET /docs: /openapi.json as a page that sends requests, of one file and from this server alone."""
+"""GET /docs: a page that shows /openapi.json and sends requests. The page loads nothing from other servers."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ _POLICY = (
 
 
 def docs_route() -> Route:
-    """The page holds nothing of the server's, so it needs no key; what it asks for does."""
+    """The page itself needs no key, because it contains no data of the server. Its requests need a key."""
     page = HTMLResponse(_PAGE.read_bytes(), headers={"content-security-policy": _POLICY})
 
     async def docs(request: Request) -> Response:

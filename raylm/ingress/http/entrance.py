@@ -1,4 +1,4 @@
-"""The entrance of a replica: what stands in front of Serve's own handling of a request, in the same process."""
+"""Middleware of a replica that runs before Serve's own request handling, in the same process."""
 
 from __future__ import annotations
 
@@ -13,9 +13,9 @@ from raylm.ingress.http.middleware import PROBES, ServeErrorMiddleware, Throttle
 
 
 class Entrance:
-    """The app of the replica in this process, and how it is mounted; written by the replica once, when it can answer.
+    """The app of this process's replica and its mount path. The replica writes both once, when it can answer.
 
-    Serve tells the middleware in front of its handling nothing of what it handles.
+    The middleware needs it because Serve does not pass the app to middleware.
     """
 
     def __init__(self) -> None:
@@ -26,7 +26,7 @@ class Entrance:
         self.app, self._route_prefix = app, route_prefix
 
     def mounted(self, scope: Scope) -> str | None:
-        """What Serve makes the root path of a probe to this app, None of anything else."""
+        """Serve's root path for a probe of this app, or None for any other request."""
         root: str = scope.get("root_path", "") + self._route_prefix().rstrip("/")
         path: str = scope["path"]
         return root if path.startswith(root) and path[len(root) :] in PROBES else None
@@ -36,10 +36,10 @@ ENTRANCE = Entrance()
 
 
 class ProbeMiddleware:
-    """Answers probes by the app itself, in the turn of the event loop in which they are read.
+    """Answers probes by the app itself, in the turn of the event loop in which the probe is read.
 
-    Serve's handling would take several turns, in each of which others have theirs, and a place. In a proxy, which has
-    no app, it lets them pass.
+    Serve's handling would take several turns and one of the replica's request slots. In a proxy process, which has no
+    app, the middleware passes every request on.
     """
 
     def __init__(self, app: ASGIApp, entrance: Entrance = ENTRANCE) -> None:
@@ -55,11 +55,11 @@ class ProbeMiddleware:
 
 
 class HeadersMiddleware:
-    """Takes out headers that Serve would fail on, and, in a replica, those that steer its handling.
+    """Removes headers that Serve cannot handle. In a replica it also removes headers that control Serve.
 
-    Serve reads some headers as UTF-8 and answers 500 where they are not. By one of its own it ends a request after a
-    time, as a failure of the server. By another one it lets our event loop read from a connection of its own event
-    loop, in another thread, which uvloop does not bear.
+    Serve decodes some headers as UTF-8 and answers 500 if that fails. One header of Serve ends a request after a given
+    time with a server error. Another header makes our event loop read from a connection of Serve's event loop in
+    another thread, which uvloop does not support.
     """
 
     def __init__(self, app: ASGIApp, entrance: Entrance = ENTRANCE) -> None:
@@ -87,9 +87,10 @@ def _is_utf8(value: bytes) -> bool:
 
 
 def serve_middlewares() -> list[Middleware]:
-    """For Serve's proxies and replica servers (RAY_SERVE_HTTP_PROXY_CALLBACK_IMPORT_PATH), the last one outermost.
+    """The middleware of Serve's proxies and replica servers, outermost last.
 
-    Serve calls it before it starts such a server, which becomes a CrowdServer.
+    Serve calls this function (RAY_SERVE_HTTP_PROXY_CALLBACK_IMPORT_PATH) before it starts such a server. The function
+    also replaces the server by CrowdServer.
     """
     ray_private.replace_http_server(CrowdServer)
     kinds = (HeadersMiddleware, ServeErrorMiddleware, ThrottleMiddleware, ProbeMiddleware)

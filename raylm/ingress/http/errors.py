@@ -1,4 +1,4 @@
-"""Where an exception becomes what a client reads: the error formats of the APIs, OpenAI's and those of extras."""
+"""Converts exceptions to error bodies: OpenAI's format, and the formats of other APIs."""
 
 from __future__ import annotations
 
@@ -26,8 +26,8 @@ _MAX_PARAM = 120
 class ErrorFormat:
     name: str  # of the schema in /openapi.json
     schema: JSONObject
-    body: Callable[[RayLMError, str], JSONObject]  # of an error and its message, which is clipped
-    event: bytes = b""  # the line in front of an error's data in a stream
+    body: Callable[[RayLMError, str], JSONObject]  # makes the body from an error and its clipped message
+    event: bytes = b""  # the line before the data of an error in a stream
 
 
 def _openai_body(error: RayLMError, message: str) -> JSONObject:
@@ -36,7 +36,7 @@ def _openai_body(error: RayLMError, message: str) -> JSONObject:
 
 
 def object_schema(properties: dict[str, JSONObject]) -> JSONObject:
-    """The JSON schema of an object that has all of ``properties``."""
+    """The JSON schema of an object that requires all of ``properties``."""
     return {"type": "object", "required": list(properties), "properties": properties}
 
 
@@ -45,7 +45,7 @@ _NULLABLE_STRING: JSONObject = {"anyOf": [_STRING, {"type": "null"}]}
 _OPENAI_ERROR = {"message": _STRING, "type": _STRING, "param": _NULLABLE_STRING, "code": _NULLABLE_STRING}
 _OPENAI = ErrorFormat("Error", object_schema({"error": object_schema(_OPENAI_ERROR)}), _openai_body)
 
-# Other formats than OpenAI's, by the path of the routes that have them and of those below.
+# Formats other than OpenAI's, by path prefix.
 _FORMATS: Family[ErrorFormat] = Family({
     "/v1/messages": "raylm.ingress.anthropic.errors:ANTHROPIC",
 })  # fmt: skip
@@ -57,18 +57,18 @@ def error_format(path: str) -> ErrorFormat:
 
 
 def route_path(scope: Scope) -> str:
-    """The path that the app's router sees: without the prefix that Serve has mounted the app under."""
+    """The path that the app's router uses, which is the path without Serve's mount prefix."""
     return str(scope["path"]).removeprefix(scope.get("root_path", "").rstrip("/"))
 
 
 def clip(text: str, limit: int) -> str:
-    """At most ``limit`` characters of ``text``: what the client reads never grows with what it sent."""
+    """Cut ``text`` to at most ``limit`` characters, so that the size of an error does not grow with the request."""
     short = text if len(text) <= limit else text[: limit - 1] + "…"
     return short.encode(errors="replace").decode()
 
 
 def error_event(error: RayLMError, path: str) -> bytes:
-    """``error`` as the last event of a stream whose head said 200 already."""
+    """``error`` as the last event of a stream whose status 200 was already sent."""
     return error_format(path).event + b"data: " + envelope(error, path) + b"\n\n"
 
 
@@ -82,12 +82,12 @@ def error_response(error: RayLMError, path: str, headers: Mapping[str, str] | No
 
 
 def envelope(error: RayLMError, path: str = "") -> bytes:
-    """The JSON body of ``error``, as clients of ``path`` read it."""
+    """The JSON body of ``error`` in the format of ``path``."""
     return orjson.dumps(error_format(path).body(error, clip(error.message, _MAX_MESSAGE)))
 
 
 def as_known_error(error: Exception, request_id: str) -> RayLMError:
-    """``error`` itself if it was raised on purpose; anything else is logged and becomes a neutral 500."""
+    """Return a RayLMError unchanged. Log any other exception and return a neutral 500 error."""
     if isinstance(error, RayLMError):
         return error
     failed = about("request.failed", request_id)

@@ -1,4 +1,4 @@
-"""EventStream: the body of one streamed answer, kept alive while there is nothing to tell."""
+"""EventStream: the body of one streamed answer, with keep-alive messages while there are no new tokens."""
 
 from __future__ import annotations
 
@@ -20,9 +20,10 @@ _HEADERS = [
 
 
 class EventStream:
-    """Sends the head before the first chunk, and ``keep_alive``, if any, when KEEP_ALIVE_S have passed without one.
+    """Sends the response head with the first chunk.
 
-    Until then ``begun`` is False, and the answer can still have another status. What is written is noted in ``record``.
+    If no chunk is sent for KEEP_ALIVE_S seconds, the stream sends ``keep_alive``, if there is one. While ``begun`` is
+    False the answer can still have another status. The time of each write is added to ``record``.
     """
 
     def __init__(self, send: Send, keep_alive: bytes, record: Record) -> None:
@@ -54,7 +55,7 @@ class EventStream:
     def _stop_timer(self) -> None:
         if self._timer is not None:
             self._timer.cancel()
-            self._timer = None  # it refers to this stream, as a ring that only the collector would free
+            self._timer = None  # breaks the reference cycle with this stream, so that no garbage collection is needed
 
     async def _put(self, chunk: bytes, *, more: bool) -> None:
         record = self._record
@@ -67,7 +68,7 @@ class EventStream:
             record.wrote(before)
 
     async def _keep_alive_when_idle(self) -> None:
-        with suppress(Exception):  # a connection that is broken is noticed where its disconnection is watched
+        with suppress(Exception):  # other code watches for the disconnection of a broken connection
             while True:
                 if (wait_s := self._last + KEEP_ALIVE_S - self._time()) > 0:
                     await asyncio.sleep(wait_s)

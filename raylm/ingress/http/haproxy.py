@@ -1,4 +1,4 @@
-"""What RayLM changes in the HAProxy that Serve starts; Serve itself has no settings for it."""
+"""RayLM's changes to the HAProxy that Serve starts. Serve has no settings for them."""
 
 from __future__ import annotations
 
@@ -21,31 +21,32 @@ from raylm.ingress.http.middleware import MAX_HEADER_BYTES, PROBES
 from raylm.ingress.http.ops import READY
 from raylm.stages import report
 
-_BUFSIZE = MAX_HEADER_BYTES * 3 // 2  # so that it is the ingress that answers when there are too many headers
-_HEAD_S = 10  # for the head of a request; HAProxy itself answers 408
-_KEPT_S = 10  # for a connection without a request; longer than the 5 s for which OpenAI's clients use it again
-_LAST_PLACES = 1024  # are left for addresses that have few connections, as probes have
+# more than RayLM's limit, so that the ingress answers a request with too many headers
+_BUFSIZE = MAX_HEADER_BYTES * 3 // 2
+_HEAD_S = 10  # time limit of a request's head, after which HAProxy answers 408
+_KEPT_S = 10  # time limit of a connection without a request; OpenAI's clients reuse a connection for 5 s
+_LAST_PLACES = 1024  # connections reserved for addresses that have few connections, such as probes
 _FEW = 8
-_READER_S = 120  # in which a client that has something to read must read some of it
-_NO_SPLICING = "-dS"  # with splice(), HAProxy does not see that a client hangs up while it waits for an answer
+_READER_S = 120  # a client that reads nothing for this time is disconnected
+_NO_SPLICING = "-dS"  # with splice(), HAProxy does not notice that a client disconnects while it waits for an answer
 
 _MONITOR_VARIABLE = "RAYLM_HAPROXY_MONITOR_HOST"
 _FALLBACK_VARIABLE = "RAY_SERVE_FALLBACK_PROXY_HTTP_PORT"
 
-# IPv4 addresses stand in such a table as IPv6 ones. Who has more than its share is not let in, and who has more than a
-# few while few places are left.
+# The table holds IPv4 addresses in the form of IPv6 addresses. HAProxy refuses an address above its share. While few
+# connections are left, HAProxy also refuses an address with more than a few connections.
 _CONNECTIONS_OF_ADDRESSES = """    stick-table type ipv6 size 100k expire 10m store conn_cur
     tcp-request connection track-sc0 src
     tcp-request connection reject if {{ sc0_conn_cur gt {per_address} }}
     tcp-request connection reject if {{ fe_conn gt {crowded} }} {{ sc0_conn_cur gt {few} }}
 """
 
-_FORWARD_CLIENT = (
-    "    option forwardfor\n"  # names its client in X-Forwarded-For, behind what that has sent there itself
-)
+# adds the client's address to X-Forwarded-For, after the values that the client sent
+_FORWARD_CLIENT = "    option forwardfor\n"
 
-# HAProxy answers probes itself while a replica has told it in the last seconds that it is ready: a replica to which a
-# crowd has just come would take its turn. Where none has, as in the beginning, it asks replicas, which say why.
+# HAProxy answers probes itself if a replica reported readiness in the last few seconds. A replica with many new
+# connections would answer a probe late. Without such a report, for example at the start, HAProxy asks the replicas,
+# whose answers name the cause.
 _OURS = f"""
 {{%- set ready, probes, fresh_s = {orjson.dumps(READY).decode()!r}, {sorted(PROBES)!r}, 3 %}}
 {{%- for backend in backends if backend.ingress_deployment_name == "Ingress" %}}
@@ -79,12 +80,13 @@ _ASKED = (
 
 
 def configure(manager: object) -> None:
-    """Set up HAProxy for a manager that has just been made and has not started it yet.
+    """Configure HAProxy for a new manager before the manager starts it.
 
-    Ray gives no limit in time to heads, an hour to who does not read, and 90 s to connections without a request: all
-    the connections that HAProxy takes could be such ones, and would keep everybody out so long. Where no replica
-    answers, Ray's answer is 500 in plain text. Ours is for all paths: clients of OpenAI's API read its "error", those
-    of Anthropic's "type" too.
+    Ray has no time limit for request heads, a limit of an hour for clients that do not read, and a limit of 90 s for
+    connections without a request. Such connections could use up all connections of HAProxy for that time.
+
+    If no replica answers, Ray answers 500 in plain text. RayLM's answer is JSON for all paths: clients of OpenAI's API
+    read its "error" field, and clients of Anthropic's API also read its "type" field.
     """
     error = EngineUnavailableError("No replica of the server could answer; try again shortly.")
     body = b'{"type":"error",' + envelope(error, "/")[1:]
@@ -111,7 +113,7 @@ class HAProxyManager(ray_private.haproxy_manager()):  # type: ignore[misc]
         configure(self)
 
     async def ready(self) -> str:
-        """Serve's, but it says in a line of its own which port is taken."""
+        """Call Serve's method. If a port is in use, the error names the port in one line."""
         try:
             return str(await super().ready())
         except Exception as error:
@@ -121,7 +123,7 @@ class HAProxyManager(ray_private.haproxy_manager()):  # type: ignore[misc]
 
 
 def configure_controller() -> None:
-    """What RAY_SERVE_CONTROLLER_CALLBACK_IMPORT_PATH names: Serve's controller calls it before it starts HAProxy."""
+    """Configure HAProxy in Serve's controller (RAY_SERVE_CONTROLLER_CALLBACK_IMPORT_PATH), before it starts HAProxy."""
     ray_private.replace_haproxy_manager(HAProxyManager)
     port = ray_private.fallback_proxys_port()
     if ray_private.is_first_start() and not is_free(port):

@@ -1,4 +1,4 @@
-"""What is looked at before HAProxy starts: its directories, its ports, and how many connections it may have."""
+"""Checks before HAProxy starts: its directories, its ports and its maximum of connections."""
 
 from __future__ import annotations
 
@@ -14,13 +14,13 @@ from raylm.config import SERVE_VARIABLES
 from raylm.errors import ConfigError
 
 _PER_ADDRESS_VARIABLE = "RAYLM_HAPROXY_CONNECTIONS_PER_ADDRESS"
-_CONNECTIONS = 16_384  # open at once
-_DESCRIPTORS = 512  # of HAProxy, beside the five that it reckons for two connections
+_CONNECTIONS = 16_384  # open at the same time
+_DESCRIPTORS = 512  # file descriptors of HAProxy itself; two connections need five more
 _CANNOT_BIND = re.compile(r"cannot bind socket \((?P<reason>[^)]*)\)[^\[]*\[(?P<address>[^\]]*)\]")
 
 
 def max_connections() -> int:
-    """How many clients HAProxy takes: RAY_SERVE_HAPROXY_MAXCONN, or as many as it may have file descriptors for."""
+    """The maximum of client connections: RAY_SERVE_HAPROXY_MAXCONN, or what the limit of file descriptors allows."""
     if said := os.environ.get("RAY_SERVE_HAPROXY_MAXCONN"):
         return int(said)
     _, most = resource.getrlimit(resource.RLIMIT_NOFILE)
@@ -37,12 +37,15 @@ def connections_per_address(most: int) -> int:
 
 
 def own_directories(node_id: str) -> None:
-    """Make the directories of this node's HAProxy files, for this user alone, or refuse those that others can change.
+    """Create the directories of this node's HAProxy files with mode 700.
 
-    Who can write there can give HAProxy another configuration, which it runs as this user, or take its admin socket.
+    Refuse directories that other users can change.
+
+    Another user with write access could replace the configuration, which HAProxy runs as this user, or the admin
+    socket.
 
     Raises:
-        ConfigError: a directory, or one above it, belongs to another user or can be written to by others.
+        ConfigError: A directory or one of its parents belongs to another user, or other users can write to it.
     """
     for variable, path in ray_private.haproxys_files().items():
         for directory in (path.parent, path.parent / node_id):
@@ -70,7 +73,10 @@ def _refuse_if_others_can_write(directory: Path, variable: str, is_ours: bool) -
 
 
 def explain_start(error: Exception, http_port: int) -> str | None:
-    """Which address HAProxy could not listen at and by which option it moves; None where it failed otherwise."""
+    """Name the address at which HAProxy could not listen, and the option that changes it.
+
+    Returns None for other errors.
+    """
     if (found := _CANNOT_BIND.search(str(error))) is None:
         return None
     port = int(found["address"].rpartition(":")[2])
@@ -81,7 +87,7 @@ def explain_start(error: Exception, http_port: int) -> str | None:
 
 
 def is_free(port: int) -> bool:
-    """Whether something could listen there on all interfaces now."""
+    """Whether a server could listen at ``port`` on all interfaces now."""
     with socket.socket() as probe:
         probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
         try:
@@ -92,7 +98,7 @@ def is_free(port: int) -> bool:
 
 
 def lacking_variables() -> str | None:
-    """Which of the variables that a Serve file must have are not there, in a process of Serve's."""
+    """Name the variables required for Serve files that are missing in this Serve process. None if all are set."""
     lacking = [name for name in SERVE_VARIABLES if name not in os.environ]
     if not lacking:
         return None

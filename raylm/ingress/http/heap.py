@@ -1,4 +1,4 @@
-"""HeapTrimmer: gives memory that large requests have left free in the C heap back to the system."""
+"""HeapTrimmer: returns free memory of the C heap to the system after large requests."""
 
 from __future__ import annotations
 
@@ -6,15 +6,15 @@ import asyncio
 import ctypes
 from collections.abc import Callable
 
-TRIM_AFTER_BYTES = 2**18  # a text of so many bytes is tokenized in 35 MiB
-_DELAY_S = 1.0  # a trim holds the heap's locks for a tenth of a second at most; so often that is not felt
+TRIM_AFTER_BYTES = 2**18  # tokenizing a text of this length takes 35 MiB
+_DELAY_S = 1.0  # between trims; a trim holds the heap's locks for at most 0.1 s
 
 
 class HeapTrimmer:
-    """Counts the bytes that requests carry, and trims the heap soon after TRIM_AFTER_BYTES of them.
+    """Counts the bytes of requests, and trims the heap soon after each TRIM_AFTER_BYTES.
 
-    The C library keeps what threads free, in a heap for each, behind the last block that is in use there. Where it has
-    no malloc_trim nothing is done.
+    The C library has a heap for each thread and keeps freed memory below the last block that is in use. Without
+    ``malloc_trim`` in the C library, HeapTrimmer does nothing.
     """
 
     def __init__(self, trim: Callable[[], object] | None = None) -> None:
@@ -23,7 +23,7 @@ class HeapTrimmer:
         self._is_due = False
 
     def carried(self, num_bytes: int) -> None:
-        """A request with so many bytes of body and answer is over."""
+        """Count the bytes of body and answer of a finished request."""
         self._carried += num_bytes
         if self._carried >= TRIM_AFTER_BYTES and not self._is_due:
             self._is_due = True

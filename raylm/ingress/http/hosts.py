@@ -1,4 +1,4 @@
-"""Which names in Host a server knows as its own, and whether a request comes from its own machine."""
+"""Checks whether a Host header names this server, and whether a request comes from this machine."""
 
 from __future__ import annotations
 
@@ -15,10 +15,10 @@ _ADVICE = "Without API keys this is answered to this machine alone: use localhos
 
 
 class Hosts:
-    """The names of a server: localhost, that of the machine, and the ``allowed`` names, of which '*' is any.
+    """The names of a server: localhost, the machine's name, and the ``allowed`` names. '*' allows every name.
 
-    Every address is known: a page that a browser loaded from an address came from that address, while a page of another
-    site can let its own name lead to this machine (DNS rebinding).
+    Every IP address is allowed. A page loaded from an address came from the server at that address. A page of another
+    site needs a name that resolves to this machine (DNS rebinding).
     """
 
     def __init__(self, allowed: tuple[str, ...]) -> None:
@@ -27,7 +27,7 @@ class Hosts:
         self._names = {"localhost", own, f"{own}.local", *map(str.lower, allowed)}
 
     def know(self, headers: Headers) -> bool:
-        """Whether the Host header names this server; browsers always send one."""
+        """Whether the Host header names this server. Browsers always send a Host header."""
         return self._has_any or all(map(self._knows, headers.getlist("host")))
 
     def _knows(self, host: str) -> bool:
@@ -36,24 +36,24 @@ class Hosts:
 
 
 def check_local(scope: Scope) -> None:
-    """For what a server without keys answers to its own machine alone.
+    """Check a request that a server without keys answers only to its own machine.
 
     Raises:
-        PermissionDeniedError: the request comes from elsewhere, or its Host is unknown.
+        PermissionDeniedError: The request comes from another machine, or its Host is unknown.
     """
     if not scope.get("raylm.is_local", False):
         raise PermissionDeniedError(_ADVICE)
 
 
 def comes_from_here(scope: Scope, headers: Headers) -> bool:
-    """Whether the client, and the client that a proxy on this machine names, is this machine."""
+    """Whether the request comes from this machine. If a local proxy names its client, the client must be local too."""
     client = (scope.get("client") or ("",))[0]
     forwarded = headers.getlist("x-forwarded-for")
     return all(map(is_loopback, [client, *(forwarded[-1].rpartition(",")[2:] if forwarded else ())]))
 
 
 def is_loopback(host: str) -> bool:
-    """Whether a name or an address, without a port, can be reached from its own machine alone."""
+    """Whether only this machine can reach a name or an address (without a port)."""
     if host.lower() == "localhost":
         return True
     address = _address(host)
@@ -62,7 +62,7 @@ def is_loopback(host: str) -> bool:
 
 
 def _name_in(host: str) -> str:
-    """A Host header without its port and the dot behind a full name."""
+    """The name in a Host header, without the port and without a dot at the end."""
     name = host.strip().lower()
     if name.startswith("["):
         name, _, port = name[1:].partition("]")

@@ -1,7 +1,7 @@
-"""CrowdServer: uvicorn's server, which takes connections by the dozen.
+"""CrowdServer: uvicorn's server with many accepted connections per turn of the event loop.
 
-libuv, on which uvloop stands, accepts one connection in a turn of the event loop. A probe that comes on a new one
-behind a crowd would wait for as many turns as there are connections before it.
+uvloop uses libuv, which accepts one connection per turn. A probe on a new connection would wait for as many turns as
+there are new connections before it.
 """
 
 from __future__ import annotations
@@ -15,15 +15,15 @@ import uvicorn
 
 from raylm.ingress.http.errors import logger
 
-PER_TURN = 64  # each takes some 0.05 ms
+PER_TURN = 64  # each takes about 0.05 ms
 _PAUSE_S = 1.0
 _NO_ROOM = {errno.EMFILE, errno.ENFILE, errno.ENOBUFS, errno.ENOMEM}
 
 
 class Listener:
-    """Accepts what waits at ``sock``, PER_TURN connections in a turn of the running event loop, until ``close``.
+    """Accepts the waiting connections of ``sock``, up to PER_TURN per turn of the running event loop, until ``close``.
 
-    Where the system has no room for more it tries again after a second, as asyncio's own servers do.
+    If the system cannot open more connections, the listener tries again after a second, as asyncio's servers do.
     """
 
     def __init__(self, sock: socket.socket, config: uvicorn.Config, protocol: Callable[[], asyncio.Protocol]) -> None:
@@ -43,7 +43,7 @@ class Listener:
             self._sock.close()
 
     async def wait_closed(self) -> None:
-        """Until what was accepted before ``close`` has its protocol."""
+        """Wait until every connection accepted before ``close`` has its protocol."""
         while self._opening:
             await asyncio.wait(self._opening)
 
@@ -59,7 +59,7 @@ class Listener:
                 return
             except OSError as error:
                 if error.errno not in _NO_ROOM:
-                    continue  # who asked for it is gone
+                    continue  # the waiting caller is gone
                 logger.error("no connection can be accepted for %g s: %s", _PAUSE_S, error)
                 self._loop.remove_reader(self._sock)
                 self._resuming = self._loop.call_later(_PAUSE_S, self._listen)
@@ -72,13 +72,13 @@ class Listener:
     async def _open(self, connection: socket.socket) -> None:
         try:
             await self._loop.connect_accepted_socket(self._protocol, connection, ssl=self._config.ssl)
-        except OSError as error:  # of TLS as well
+        except OSError as error:  # includes TLS errors
             logger.debug("a connection was not opened: %s", error)
             connection.close()
 
 
 class CrowdServer(uvicorn.Server):
-    """For sockets that are bound, as Serve gives them; in all else uvicorn's."""
+    """uvicorn's server for bound sockets, as Serve passes them, with Listener for accepting."""
 
     async def startup(self, sockets: list[socket.socket] | None = None) -> None:
         await super().startup([])

@@ -1,4 +1,4 @@
-"""GET /openapi.json: the API described from the routes and from the very models that check their bodies."""
+"""GET /openapi.json: the API's description, made from the routes and from the models that check request bodies."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ _QUERIES: dict[str, dict[str, JSONObject]] = {
 
 
 def openapi_route() -> Route:
-    """It describes all routes of the app that it is a part of, once, off the event loop."""
+    """A route that describes all routes of its app. The description is made once, off the event loop."""
     described: list[bytes] = []
 
     async def openapi(request: Request) -> Response:
@@ -46,12 +46,12 @@ def openapi_route() -> Route:
 
 
 def endpoints(routes: Sequence[BaseRoute]) -> list[str]:
-    """Method and path of every route, in their order."""
+    """Method and path of every route, in the order of the routes."""
     return [f"{method} {_path(route)}" for route in routes if isinstance(route, Route) for method in _methods(route)]
 
 
 def document(routes: Sequence[BaseRoute]) -> bytes:
-    """OpenAPI 3.1, as JSON."""
+    """The OpenAPI 3.1 document as JSON."""
     served = [route for route in routes if isinstance(route, Route)]
     bodies = {route.endpoint.body for route in served if isinstance(route.endpoint, JSONEndpoint)}
     ordered: list[Any] = [(body, "validation") for body in sorted(bodies, key=lambda body: body.__name__)]
@@ -106,7 +106,7 @@ def _json_content(model: str) -> JSONObject:
 
 
 def _path(route: Route) -> str:
-    """Without the kinds of its parameters: {model_id:path} is {model_id}."""
+    """The path without the types of its parameters: {model_id:path} becomes {model_id}."""
     return re.sub(r":\w+}", "}", route.path)
 
 

@@ -1,4 +1,4 @@
-"""What operators and probes ask: /health, /ready, /ping, /load, /metrics, /version, and the list of endpoints at /."""
+"""Endpoints for operators and probes: /health, /ready, /ping, /load, /metrics, /version, and / with all endpoints."""
 
 from __future__ import annotations
 
@@ -29,10 +29,11 @@ _PROMETHEUS_TEXT = "text/plain; version=0.0.4; charset=utf-8"
 
 
 class HTTPMetrics(Collector):
-    """What one replica has answered, and what waits for a first token in it; owned by one event loop, without locks."""
+    """Counts the answers of one replica and its requests without a first token. Used by one event loop only."""
 
     def __init__(self, llm: AsyncLLM, config: Config) -> None:
-        self.answers: Counter[tuple[int, str]] = Counter()  # by status, and name of the key if a right one was needed
+        # by status and, for routes that need a key, the name of the key
+        self.answers: Counter[tuple[int, str]] = Counter()
         self._model_name = llm.model_name
         self._admission = llm.admission
         self._constants = (
@@ -61,7 +62,7 @@ class HTTPMetrics(Collector):
 
 
 def check_ready(llm: AsyncLLM, lifecycle: Lifecycle) -> None:
-    """An error unless a request that needs an engine would be answered now."""
+    """Raise the error with which a request would be refused now, if any."""
     if lifecycle.shutting_down:
         raise ShuttingDownError("The server is shutting down.")
     if not llm.is_ready:

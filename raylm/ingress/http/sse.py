@@ -1,4 +1,4 @@
-"""Server-sent events: the constant part of a stream's chunks is built once, a token's text is spliced into it."""
+"""Server-sent events. The constant part of a stream's chunks is encoded once; each token's text is inserted into it."""
 
 from __future__ import annotations
 
@@ -9,20 +9,21 @@ import orjson
 from raylm.ingress.http.answer import pieces_as_list
 
 DONE = b"data: [DONE]\n\n"
-WAITING = b": waiting\n\n"  # a comment, which clients leave out
+WAITING = b": waiting\n\n"  # a comment, which clients ignore
 
 
 def named_event(event: dict[str, Any]) -> bytes:
-    """An event whose name is its ``type``, as Anthropic's clients and those of OpenAI's responses read them."""
+    """An event whose name is its ``type``, as in Anthropic's API and OpenAI's Responses API."""
     return b"event: %b\ndata: %b\n\n" % (event["type"].encode(), orjson.dumps(event))
 
 
 class ChunkTemplate:
-    """Makes the chunks of one stream, each a whole event.
+    """Makes the chunks of one stream. Each chunk is a whole event.
 
-    ``head`` holds the fields that all chunks share (id, object, created, model). ``text_key`` is where a choice keeps
-    its new text: "delta.content" for chat, "text" for completions. With ``null_usage`` each chunk carries
-    ``"usage": null``, as OpenAI's do when a last chunk with the usage is to follow.
+    Args:
+        head: The fields of all chunks (id, object, created, model).
+        text_key: The field of a choice for new text: "delta.content" for chat, "text" for completions.
+        null_usage: Whether each chunk has ``"usage": null``, as OpenAI's do if the last chunk has the usage.
     """
 
     def __init__(self, head: dict[str, Any], text_key: str, *, null_usage: bool) -> None:
@@ -35,7 +36,7 @@ class ChunkTemplate:
         self._prefixes: dict[int, bytes] = {}
 
     def text(self, index: int, text: str) -> bytes:
-        """The chunk of new text and nothing else: the hot path."""
+        """A chunk that contains only new text. Most chunks are of this kind."""
         prefix = self._prefixes.get(index)
         if prefix is None:
             prefix = self._prefixes[index] = self._head + b'[{"index":%d,' % index + self._opening
@@ -47,7 +48,7 @@ class ChunkTemplate:
         usage: dict[str, Any] | None = None,
         on_top: dict[str, Any] | None = None,
     ) -> bytes:
-        """A chunk of any shape; ``usage`` and the fields ``on_top`` if this chunk is to carry them."""
+        """A chunk with any choices, and optionally ``usage`` and the top-level fields ``on_top``."""
         tail = self._usage if usage is None else b',"usage":' + orjson.dumps(usage)
         if on_top:
             tail += b"," + orjson.dumps(on_top)[1:-1]

@@ -1,4 +1,7 @@
-"""The `id:` of a stream's events: who asked for what, how far it was told, and so where another ingress goes on."""
+"""The `id:` field of a stream's events. It identifies the request and says how much of the answer was sent.
+
+With it another ingress can resume the stream.
+"""
 
 from __future__ import annotations
 
@@ -21,15 +24,15 @@ LAST_EVENT_ID = "Last-Event-ID"
 RESUMABLE = "x-raylm-resumable"
 MOST_CHOICES = 11  # more do not fit into MAX_ID
 MAX_ID = 80  # bytes
-_NONCE, _KEY, _FINGERPRINT, _BODY, _MAC = 8, 3, 3, 6, 7  # bytes of an id, in this order; states follow
+_NONCE, _KEY, _FINGERPRINT, _BODY, _MAC = 8, 3, 3, 6, 7  # bytes of an id, in this order, before the states
 _HEAD = _NONCE + _KEY + _FINGERPRINT + _BODY
-_STATE = 3  # bytes of each choice
+_STATE = 3  # bytes for each choice
 MOST_STATE = 2 ** (8 * _STATE) - 1
-_VARYING = "_varies"  # what a fingerprint ends with that promises nothing
-_BYTES_A_THING = 64  # which are hashed while Python walks through one thing, at the least
+_VARYING = "_varies"  # the end of a fingerprint that does not guarantee equal tokens
+_BYTES_A_THING = 64  # hashing so many bytes takes at most the time of one Python object
 
-# How far a choice was told; from OPEN on, so many of its tokens more, with all that they come to. USAGE is a state of
-# the first choice, behind the ends of all.
+# How much of a choice was sent. A state of OPEN + n means n tokens and their text. USAGE is a state of the first
+# choice, after the ends of all choices.
 NOTHING, FIRST_OPENING, TEXT_TO_THE_END, FINISH, USAGE, OPEN = range(6)
 
 
@@ -38,9 +41,9 @@ Mac = Callable[[bytes | bytearray], bytes]
 
 @dataclass(frozen=True, slots=True)
 class Posted:
-    """A body as it was sent, the name of the key that it came with, and its Last-Event-ID, "" without one.
+    """A request's body as sent, the name of its key, and its Last-Event-ID ("" if there is none).
 
-    A stream has ids only where its client ``reads_ids``.
+    A stream has ids only if its client ``reads_ids``.
     """
 
     content: bytes
@@ -50,10 +53,10 @@ class Posted:
 
 
 def reads_all_events(headers: Headers) -> bool:
-    """Whether a client asks for what many readers of streams do not know: ids of events, and comments.
+    """Whether a client asks for event ids and comments, which many readers of streams do not support.
 
     Raises:
-        InvalidRequestError: the header RESUMABLE has another value than true and false.
+        InvalidRequestError: The header RESUMABLE is neither true nor false.
     """
     asked = headers.get(RESUMABLE, "false").lower()
     if asked not in ("true", "false"):
@@ -62,10 +65,10 @@ def reads_all_events(headers: Headers) -> bool:
 
 
 class StreamId:
-    """The id of a stream's events: a head that stays, and how far each choice ``was`` told when the stream began.
+    """The id of a stream's events: a constant head, and the state of each choice (``was`` at the start of the stream).
 
-    A message of Anthropic's has counts of its own in place of states of choices. One without a ``mac`` gives no ids:
-    its stream cannot be gone on with by its client.
+    For Anthropic's messages the states are counts of the message. Without a ``mac`` the stream has no ids, and the
+    client cannot resume it.
     """
 
     def __init__(self, head: bytes, seed: bytes, was: Sequence[int], mac: Mac | None = None) -> None:
@@ -76,10 +79,10 @@ class StreamId:
         self._states = bytearray(b"".join(state.to_bytes(_STATE) for state in was))
 
     def nth(self, place: int, head: RequestHead, params: SamplingParams) -> tuple[RequestHead, SamplingParams]:
-        """``head`` with what was told of prompt ``place``, and ``params`` with a seed that is always the same.
+        """Return ``head`` with the sent part of prompt number ``place``, and ``params`` with a constant seed.
 
-        The name by which engines know what they drew is a digest that only ingresses can make; what has
-        log-probabilities has none, as engines keep the tokens alone.
+        Engines store the drawn tokens under a digest that only ingresses can make. A request with log-probabilities has
+        no such digest, because engines store tokens only.
         """
         if not self._head:
             return head, params
@@ -98,7 +101,7 @@ class StreamId:
         return head, params
 
     def openings_told(self, index: int, openings: int) -> int:
-        """How many of a choice's ``openings`` had been told."""
+        """How many of a choice's ``openings`` were already sent."""
         was = self.was[index] if self.was else NOTHING
         return min(openings, 0 if was == NOTHING else 1 if was == FIRST_OPENING else openings)
 
@@ -106,17 +109,17 @@ class StreamId:
         return self.was[index] in (FINISH, USAGE)
 
     def all_told(self, *, with_usage: bool) -> bool:
-        """Whether nothing was left to tell when the stream began."""
+        """Whether the whole answer was already sent when the stream began."""
         ends = bool(self.was) and all(self.finish_told(index) for index in range(len(self.was)))
         return ends and (not with_usage or self.was[0] == USAGE)
 
     def reach(self, index: int, state: int) -> None:
-        """The next event tells the choice up to there."""
+        """Note that the next event brings a choice to ``state``."""
         if self._mac is not None:
             self._states[_STATE * index : _STATE * (index + 1)] = state.to_bytes(_STATE)
 
     def line(self) -> bytes:
-        """The line that the next event begins with, which says all that was reached."""
+        """The ``id:`` line of the next event, with the current states."""
         if self._mac is None:
             return b""
         return b"id: " + binascii.b2a_base64(self._head + self._mac(self._states) + self._states)
@@ -126,22 +129,23 @@ UNRESUMABLE = StreamId(b"", b"", ())
 
 
 class StreamIds:
-    """Makes and reads ids; ``secret`` is the same in all ingresses of an application.
+    """Makes and reads ids. ``secret`` is the same in all ingresses of an application.
 
     An id is base64 of a nonce, digests of key, fingerprint and body, a MAC, and a state of three bytes for each choice.
-    The MAC is over all the rest. It holds the states too, as a stream that goes on is charged for what they leave open.
+    The MAC covers all other parts. It covers the states too, because a resumed stream is charged for the tokens after
+    them.
     """
 
     def __init__(self, secret: bytes | None = None) -> None:
         self._secret = secret or os.urandom(32)
 
     async def open(self, posted: Posted, num_choices: int, fingerprint: str) -> StreamId:
-        """The id of a new stream, or of one that goes on; UNRESUMABLE if it has too many choices or tokens may vary.
+        """Return the id of a new or resumed stream. Returns UNRESUMABLE for too many choices or if tokens may differ.
 
         Raises:
-            InvalidRequestError: the id that was sent was not made here, or is damaged.
-            NotFoundError: the stream belongs to another key.
-            ConflictError: the body is another one, or the engines would not give the same tokens any more.
+            InvalidRequestError: The sent id is damaged or was not made by this application.
+            NotFoundError: The stream belongs to another key.
+            ConflictError: The body is different, or the engines would not produce the same tokens.
         """
         promised = bool(fingerprint) and not fingerprint.endswith(_VARYING)
         if not posted.last_event_id and (not promised or num_choices > MOST_CHOICES):
@@ -162,7 +166,11 @@ class StreamIds:
         return StreamId(head, self._digest(b"seed", 32, nonce), was, self._mac(head))
 
     def _read(self, text: str, parts: list[bytes]) -> tuple[bytes, list[int]]:
-        """The nonce and the states of an id, which must hold ``parts``: the digests of key, fingerprint and body."""
+        """Parse an id. Returns its nonce and states.
+
+        Args:
+            parts: The digests of key, fingerprint and body that the id must contain.
+        """
         try:
             raw = base64.b64decode(text, validate=True) if len(text) <= MAX_ID else b""
         except ValueError:
