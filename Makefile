@@ -36,10 +36,12 @@ check: $(VENV)/.dev  ## format, lint, types, import rules, size figures and lice
 conformance: $(VENV)/.dev  ## check every endpoint's answers against the specifications (URL=… for a running server)
 	@$(BIN)/python -m tests.conformance $(URL)
 
-clients: $(VENV)/.dev $(OTHERS)/.installed  ## try other clients: litellm and its proxy, openai 2.x, inspect-ai, the benches of vLLM and SGLang, three agents in JavaScript
+clients: $(VENV)/.dev $(OTHERS)/.installed  ## try other clients: litellm and its proxy, openai 2.x, inspect-ai, the benches of vLLM and SGLang, three agents in JavaScript, Codex and Claude Code
 	@LITELLM_LOCAL_MODEL_COST_MAP=True $(BIN)/python -m tests.conformance.with_server \
 		$(OTHERS)/bin/python -m tests.conformance.clients {url} openai litellm inspect_ai vllm sglang \
 		$$(test ! -d $(OTHERS)/js || echo javascript)
+	@test ! -d $(OTHERS)/js || $(BIN)/python -m tests.conformance.scripted_engine \
+		$(OTHERS)/bin/python -m tests.conformance.coding_agents {url}
 
 fuzz: $(VENV)/.dev  ## attack a server at random, beside an honest client, for MINUTES=10, and read 2,500 mutated files
 	@$(BIN)/python -m tests.hostile.fuzz $(MINUTES)

@@ -12,6 +12,7 @@ import orjson
 import pytest
 import uvicorn
 from starlette.applications import Starlette
+from starlette.types import ASGIApp
 
 
 def client_of(app: Starlette) -> httpx.AsyncClient:
@@ -20,7 +21,7 @@ def client_of(app: Starlette) -> httpx.AsyncClient:
 
 
 @asynccontextmanager
-async def served(app: Starlette, *, websockets: bool = False) -> AsyncIterator[str]:
+async def served(app: ASGIApp, *, websockets: bool = False) -> AsyncIterator[str]:
     """Serve the app by uvicorn on a free port; yields its base URL."""
     ws: Literal["websockets-sansio", "none"] = "websockets-sansio" if websockets else "none"
     server = uvicorn.Server(uvicorn.Config(app, port=0, log_level="error", ws=ws, lifespan="off"))
