@@ -1,4 +1,4 @@
-"""Questions to a server, and what their answers say, however they came; streams with ids are gone on with."""
+"""Questions to a server and their answers in one form, streamed or whole. Streams with ids are resumed."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from typing import Any
 import aiohttp
 
 GIVE_UP_S = 120.0
-# What differs between two answers that say the same.
+# fields that may differ between two equal answers
 _VOLATILE = {
     "id", "created", "created_at", "completed_at", "item_id", "call_id", "sequence_number", "response_id",
     "prompt_tokens_details", "input_tokens_details", "cache_read_input_tokens", "cache_creation_input_tokens",
@@ -29,7 +29,7 @@ class Question:
 
 
 class WrongError(Exception):
-    """An answer that is an error, or none; ``lost`` if a client's library would ask again."""
+    """The answer is an error, or there is no answer. ``lost`` means that a client library would ask again."""
 
     def __init__(self, text: str, lost: bool = False) -> None:
         super().__init__(text)
@@ -38,7 +38,10 @@ class WrongError(Exception):
 
 @dataclass
 class Asked:
-    """What has come by now, and when its parts did; ``waits`` are the phases of its timeline, by the same clock."""
+    """The parts of an answer received so far, with their times.
+
+    ``waits`` are the phases of its timeline on the same clock.
+    """
 
     question: Question
     times: list[float]
@@ -53,7 +56,7 @@ class Asked:
 
     @property
     def answer(self) -> Any:
-        """Raises WrongError."""
+        """The whole answer. Raises WrongError."""
         if not self.question.body.get("stream"):
             return stable(json.loads("\n".join(self.lines)))
         events = [json.loads(line) for line in self.lines if line != "[DONE]"]
@@ -63,13 +66,16 @@ class Asked:
 
 
 def open_client() -> aiohttp.ClientSession:
-    """Each request has a connection of its own, and fails when nothing has come for GIVE_UP_S."""
+    """A client with a new connection for each request. A request fails after GIVE_UP_S seconds without data."""
     connector, timeout = aiohttp.TCPConnector(limit=0, force_close=True), aiohttp.ClientTimeout(sock_read=GIVE_UP_S)
     return aiohttp.ClientSession(connector=connector, timeout=timeout, read_bufsize=2**20)
 
 
 async def ask(client: aiohttp.ClientSession, url: str, asked: Asked) -> None:
-    """Ask, or go on with a stream behind its last event; WrongError if it is refused or ends early."""
+    """Ask, or resume a stream after its last event.
+
+    Raises WrongError if the request is refused or the stream ends early.
+    """
     streamed = asked.question.body.get("stream")
     if not asked.last_event:
         asked.lines.clear()
@@ -92,7 +98,7 @@ async def ask(client: aiohttp.ClientSession, url: str, asked: Asked) -> None:
 
 
 async def _events(response: aiohttp.ClientResponse) -> AsyncIterator[tuple[str, str]]:
-    """(id, data) of each whole event; those that only keep the connection open are left out."""
+    """(id, data) of each whole event. Keep-alive events are skipped."""
     event_id = data = ""
     async for line in response.content:
         if line.startswith(b"id: "):
@@ -106,14 +112,14 @@ async def _events(response: aiohttp.ClientResponse) -> AsyncIterator[tuple[str, 
 
 
 def stable(value: Any) -> Any:
-    """An answer without what differs each time."""
+    """An answer without the fields that may differ."""
     if isinstance(value, dict):
         return {name: stable(part) for name, part in value.items() if name not in _VOLATILE}
     return [stable(part) for part in value] if isinstance(value, list) else value
 
 
 def joined(events: list[dict[str, Any]]) -> Any:
-    """What the events of a stream say together, however they were cut."""
+    """Join the events of a stream to one answer, which does not depend on how the text was split into events."""
     texts: defaultdict[str, str] = defaultdict(str)
     last: dict[str, Any] = {}
     for event in events:

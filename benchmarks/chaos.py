@@ -1,17 +1,17 @@
-"""Kill and stop processes at random under a mixed load, and compare every answer with one of an undisturbed run.
+"""Kill and stop processes at random under a mixed load, and compare every answer with that of an undisturbed run.
 
     python -m benchmarks.chaos --minutes 20 [--engines 2] [--ingresses 2] [--clients 8] [--seed 1] [--ingress-deaths]
 
-Each question is asked twice of the undisturbed server; these are the right answers. Then clients ask at random, while
-every few seconds a worker, an EngineCore or an Engine replica is killed (SIGKILL) or stopped (SIGSTOP). With
---ingress-deaths ingress replicas are killed too: a client whose ingress is gone goes on with its stream where that has
-ids (examples/resuming_client.py), and asks again otherwise, which is counted.
+Each question is asked twice on the undisturbed server, which gives the expected answers. Then clients ask at random.
+Every few seconds a worker, an EngineCore or an Engine replica is killed (SIGKILL) or stopped (SIGSTOP). With
+--ingress-deaths ingress replicas are killed too. A client of a dead ingress resumes its stream if the stream has ids
+(examples/resuming_client.py). Otherwise it asks again, which is counted.
 
-Printed are the deaths, the answers, what was wrong with them, and the longest silence in streams that were open at a
-death or stop: where another engine (or ingress) was up all the time, and where none was ("alone"). Each silence of
-more than --tell seconds has a line that says what its request waited for (the phases of its timeline). "Clients late"
-are seconds in which this process itself did not get its turn, as where the machine stalls, which its clients take for
-silence: "less lateness" are silences without them. The seed makes the same load and the same faults, at the same times.
+The output lists the deaths, the answers, the errors in the answers, and the longest silence of the streams that were
+open at a death or stop. "Alone" marks silences during which no other engine (or ingress) was up. Each silence longer
+than --tell seconds gets a line with the phases of its request's timeline. "Clients late" are seconds in which this
+process itself did not run, for example because the machine stalled. The clients measure them as silence, so "less
+lateness" gives the silences without them. The same seed gives the same load and the same faults at the same times.
 """
 
 from __future__ import annotations
@@ -67,7 +67,7 @@ _TOOL = {"name": "get_weather", "parameters": {"type": "object", "properties": {
 
 
 def questions() -> list[Question]:
-    """Of all kinds, each with a seed or greedy, so that there is one right answer."""
+    """Questions of all kinds. Each has a seed or is greedy, so that there is one right answer."""
     chats: dict[str, dict[str, Any]] = {
         "greedy": {"temperature": 0},
         "sampled": {"seed": 1, "temperature": 0.9},
@@ -121,7 +121,8 @@ class Chaos:
             again = await self._undisturbed(question)
             assert again == right, f"{question.name} has two answers on an undisturbed server"
         self._ends_at = time.monotonic() + 60 * self._options.minutes
-        with suppress(PermissionError):  # clients have machines of their own; here they would wait for the engines
+        # in production clients run on other machines; here they would wait for the engines
+        with suppress(PermissionError):
             os.setpriority(os.PRIO_PROCESS, 0, NICENESS)
         watch = asyncio.create_task(self._watch_itself())
         async with asyncio.TaskGroup() as tasks:
@@ -131,7 +132,7 @@ class Chaos:
         watch.cancel()
 
     async def _watch_itself(self) -> None:
-        """When this process's own event loop was late, which clients would take for the server's silence."""
+        """Record when this process's event loop was late, because clients measure that as silence of the server."""
         while True:
             before = time.monotonic()
             await asyncio.sleep(TURN_S)
@@ -139,7 +140,7 @@ class Chaos:
                 self._late.append((before, now))
 
     def _own_s(self, silence: Silence) -> float:
-        """Seconds of a silence in which this process itself did not get its turn."""
+        """Seconds of a silence in which this process itself did not run."""
         end = silence.begin + silence.seconds
         return sum(max(0.0, min(end, until) - max(silence.begin, begin) - TURN_S) for begin, until in self._late)
 
@@ -164,7 +165,7 @@ class Chaos:
             sort = "death" if number == signal.SIGKILL else "stop"
             what = f"{signal.Signals(number).name} {name.rpartition(':')[2]}"
             fault = Fault(time.monotonic(), sort, what, *_roles(pid, cluster))
-            with suppress(ProcessLookupError):  # of its own accord, as its engine was lost a moment before
+            with suppress(ProcessLookupError):  # it ended by itself because its engine died just before
                 os.kill(pid, number)
                 self.faults.append(fault)
 
@@ -198,7 +199,7 @@ class Chaos:
             self.counts["answers"] += 1
 
     async def _ask(self, asked: Asked) -> None:
-        """Until the whole answer is there; what is lost with an ingress is asked for again for a while."""
+        """Ask until the whole answer is there. An answer lost with an ingress is asked for again for a limited time."""
         while True:
             try:
                 return await ask(self._client, self._server.url, asked)
@@ -210,7 +211,7 @@ class Chaos:
             await asyncio.sleep(ASK_AGAIN_S)
 
     async def _follow(self, asked: Asked) -> None:
-        """What a request waited for, as the ingress that ended it knows."""
+        """Get the phases of a request from the ingress that ended it."""
         epoch = time.time() - time.monotonic()
         try:
             found = await self._get(f"/v1/requests/{asked.ids[-1]}")
@@ -255,7 +256,7 @@ class Chaos:
         return found
 
     def tell(self, started: float) -> Iterator[str]:
-        """A line for each fault, and below it one for each long silence; times are seconds since ``started``."""
+        """A line for each fault, followed by a line for each long silence. Times are seconds since ``started``."""
         heard = list(silences(self.faults, self._times))
         for fault in self.faults:
             others = ", ".join(sorted(fault.others)) or "no other"
@@ -279,7 +280,7 @@ def _sort(silence: Silence) -> str:
 
 
 def _roles(pid: int, cluster: dict[str, Any]) -> tuple[str, frozenset[str]]:
-    """Whose process it is, an engine's or an ingress's, and the others of the sort that serve."""
+    """The engine or ingress that a process belongs to, and the others of the same kind that serve."""
     if any(one["pid"] == pid for one in cluster["ingresses"]):
         ready = {str(one["pid"]) for one in cluster["ingresses"] if one["state"] == "ready" and one["engines"]}
         return f"{pid}", frozenset(ready - {f"{pid}"})
@@ -290,7 +291,7 @@ def _roles(pid: int, cluster: dict[str, Any]) -> tuple[str, frozenset[str]]:
 
 
 def _waited(waits: list[tuple[float, float, str]], silence: Silence) -> Iterator[str]:
-    """What overlaps a silence, with times behind its begin."""
+    """The phases that overlap a silence, with times since the start of the silence."""
     end = silence.begin + silence.seconds
     for begin, until, name in sorted(waits):
         if until >= silence.begin - 0.05 and begin <= end:

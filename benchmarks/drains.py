@@ -1,11 +1,11 @@
-"""Take one of two engines away and bring one back, again and again under streams, and compare every text.
+"""Remove one of two engines and add it again, repeatedly and under streams, and compare every text.
 
     python -m benchmarks.drains [--streams 16] [--tokens 2000] [--times 10]
 
-Each stream is read once on undisturbed engines; these are the right texts. Then every client reads its stream again
-and again, while the number of engines goes from 2 to 1 and back, as by `serve deploy`. A drain lasts from the call
-that asks for one engine less until that engine's processes are gone. Restarted are all other processes of the server
-that end or begin meanwhile: actors and HAProxy.
+Each stream is read once on undisturbed engines, which gives the expected texts. Then every client reads its stream
+repeatedly, while the number of engines changes from 2 to 1 and back, as with `serve deploy`. A drain lasts from the
+call that removes an engine until the processes of the engine are gone. "Restarted" are all other processes of the
+server that end or begin during the drain: actors and HAProxy.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ GRACE_S = 60.0
 
 @dataclass
 class Streams:
-    """Clients that read the same streams again and again, and what was wrong with them."""
+    """Clients that read the same streams repeatedly, and the errors in their texts."""
 
     client: aiohttp.ClientSession
     url: str
@@ -68,7 +68,7 @@ class Streams:
 
 
 def actors(updates: Updates) -> dict[int, str]:
-    """The server's processes that are to stay, by pid: actors and HAProxy, not those that Ray keeps for tasks."""
+    """The server's processes that must keep running, by pid: actors and HAProxy, without Ray's processes for tasks."""
     titles = {pid: title(pid) for pid in updates.server.processes()}
     named = {pid: re.match(r"ray::([\w:]+)|.*(haproxy)", text) for pid, text in titles.items()}
     return {
@@ -79,7 +79,7 @@ def actors(updates: Updates) -> dict[int, str]:
 
 
 def others(before: dict[int, str], after: dict[int, str]) -> list[str]:
-    """Processes that ended or began, beside those of one engine."""
+    """Processes that ended or began, except those of one engine."""
     changed = {**before, **after}
     names = Counter(changed[pid] for pid in before.keys() ^ after.keys())
     for part in ENGINE:
@@ -88,7 +88,7 @@ def others(before: dict[int, str], after: dict[int, str]) -> list[str]:
 
 
 def cycle(updates: Updates) -> tuple[float, list[str]]:
-    """From two engines to one and back: how long the drain took in seconds, and which other processes changed."""
+    """Go from two engines to one and back. Returns the seconds of the drain, and the other processes that changed."""
     two = actors(updates)
 
     def is_gone() -> bool:
@@ -111,7 +111,7 @@ async def measure(updates: Updates, questions: list[Question], times: int) -> di
 
 
 async def _measure(updates: Updates, streams: Streams, times: int) -> dict[str, float]:
-    await asyncio.to_thread(updates.set_engines, 2)  # imports Serve, which beside many streams would take a minute
+    await asyncio.to_thread(updates.set_engines, 2)  # imports Serve now, which would take a minute beside many streams
     await streams.read_once()
     seconds, changed = [], []
     readers = [asyncio.create_task(streams.read_on(number)) for number in range(len(streams.questions))]

@@ -32,13 +32,13 @@ _COLORS = ("#4477aa", "#bbbbbb", "#999999", "#ddaa77", "#77aa88")
 
 @contextmanager
 def picture(path: Path, panels: int, size: tuple[float, float], title: str = "") -> Iterator[Sequence[Any]]:
-    """Axes of so many panels side by side, ``size`` in inches in all; written to ``path`` when the block is over."""
+    """Axes of ``panels`` panels in a row, ``size`` in inches in total. Written to ``path`` at the end of the block."""
     import matplotlib as mpl
 
     mpl.use("Agg")
     from matplotlib import pyplot as plt
 
-    # Text stays text, and the same rows give the same file.
+    # Keep text as text, and make the file reproducible.
     with mpl.rc_context({"svg.fonttype": "none", "svg.hashsalt": "raylm"}):
         figure, axes = plt.subplots(1, panels, figsize=size, layout="constrained", squeeze=False)
         yield axes[0]
@@ -49,7 +49,7 @@ def picture(path: Path, panels: int, size: tuple[float, float], title: str = "")
 
 
 def draw(rows: Sequence[Row], path: Path) -> None:
-    """A picture of one question."""
+    """Draw the plot of one question."""
     if rows[0].question in BY_CLIENTS:
         draw_by_clients(rows, path)
         return
@@ -95,7 +95,7 @@ def table_by_clients(rows: Sequence[Row]) -> list[str]:
 
 
 def draw_by_clients(rows: Sequence[Row], path: Path) -> None:
-    """A group of bars for each number of clients."""
+    """Draw a group of bars for each number of clients."""
     titles, medians = BY_CLIENTS[rows[0].question], by_clients(rows)
     with picture(path, len(titles), (11, 3.6), f"{rows[0].machine}, {rows[0].date}") as axes:
         for axis, (metric, title) in zip(axes, titles.items(), strict=True):

@@ -1,7 +1,7 @@
-"""What benchmarks share: their options, quantiles, and raw rows of what they measured, one JSON object a line.
+"""Shared code of the benchmarks: options, quantiles, and raw rows of measurements as JSON lines.
 
-A row is {"question", "case", "metric", "value", "unit", "machine", "date", "command"}; a value that was measured
-several times has a row for each. ``python -m benchmarks.plot`` draws files of them.
+A row is {"question", "case", "metric", "value", "unit", "machine", "date", "command"}. A value that was measured
+several times has a row for each measurement. ``python -m benchmarks.plot`` draws files of rows.
 """
 
 from __future__ import annotations
@@ -34,16 +34,16 @@ class Row:
 
 
 def parser(description: str | None) -> argparse.ArgumentParser:
-    """Options of a benchmark that reports rows; its help is its module's docstring."""
+    """Options of a benchmark that reports rows. The module's docstring is the help text."""
     found = argparse.ArgumentParser(description=description, formatter_class=argparse.RawDescriptionHelpFormatter)
     found.add_argument("--out", type=Path, metavar="FILE.jsonl", help="append raw rows to this file")
     return found
 
 
 class Report:
-    """Prints a line for each case as soon as it is measured, and appends its rows to a file if there is one.
+    """Prints a line for each case immediately, and appends its rows to a file, if any.
 
-    ``units`` names the metrics in the order of their columns, each with its unit.
+    ``units`` maps the metrics to their units, in the order of the columns.
     """
 
     def __init__(self, question: str, units: Mapping[str, str], out: Path | None) -> None:
@@ -53,7 +53,7 @@ class Report:
         self._line("", heads)
 
     def add(self, case: str, figures: Mapping[str, float], note: str = "") -> None:
-        """One case; metrics that it lacks stay empty."""
+        """Add one case. Missing metrics stay empty."""
         self._line(case, [_number(figures[name]) if name in figures else "" for name in self._units], note)
         if self._out is not None:
             append(self._out, self._question, case, figures, self._units)
@@ -64,9 +64,9 @@ class Report:
 
 
 def append(path: Path, question: str, case: str, figures: Mapping[str, float], units: Mapping[str, str]) -> None:
-    """Add the rows of one case to a file.
+    """Append the rows of one case to a file.
 
-    Values have six digits; of absolute paths the command has the last part alone.
+    Values have six digits. Absolute paths in the command are shortened to their last part.
     """
     words = [f"…/{Path(word).name}" if word.startswith("/") else word for word in sys.argv[1:]]
     command = " ".join(
@@ -80,7 +80,7 @@ def append(path: Path, question: str, case: str, figures: Mapping[str, float], u
 
 
 def read(path: Path) -> list[Row]:
-    """All rows of a file."""
+    """Read all rows of a file."""
     return [Row(**json.loads(line)) for line in path.read_text().splitlines()]
 
 

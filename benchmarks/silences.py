@@ -1,4 +1,4 @@
-"""How long clients heard nothing after a fault: which silences are its own, and whether another process was there."""
+"""Silences of clients after a fault: which fault caused a silence, and whether another process could have answered."""
 
 from __future__ import annotations
 
@@ -6,14 +6,14 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from itertools import pairwise
 
-AFTER_S = 10.0  # in which a silence may come of a fault
+AFTER_S = 10.0  # seconds after a fault in which a silence counts as its effect
 
 
 @dataclass(frozen=True)
 class Fault:
-    """A process was killed ("death") or stopped ("stop") at a time; ``others`` of its sort served then.
+    """A process was killed ("death") or stopped ("stop"). ``others`` of its kind were serving.
 
-    An engine's processes have the name of its replica as ``victim``, an ingress its pid.
+    ``victim`` is the replica's name for an engine's processes, and the pid for an ingress.
     """
 
     at: float
@@ -25,9 +25,9 @@ class Fault:
 
 @dataclass(frozen=True)
 class Silence:
-    """The longest one of a stream that began before the next fault; ``covered`` if another process was there.
+    """The longest silence of a stream between a fault and the next. ``covered`` if another process was serving.
 
-    Without a ``fault`` none was near.
+    Without a ``fault`` no fault was near.
     """
 
     fault: Fault | None
@@ -38,10 +38,10 @@ class Silence:
 
 
 def silences(faults: Sequence[Fault], streams: Sequence[Sequence[float]]) -> Iterator[Silence]:
-    """After each fault one of every stream that was open then; ``streams`` are the times of their parts, in order.
+    """For each fault, the silence of every stream open at the time. ``streams`` are the times of their parts, in order.
 
-    A silence is covered if at least one of the ``others`` is spared by all faults from its own to the end of the
-    silence: then somebody could have answered all the time.
+    A silence is covered if at least one of the ``others`` has no fault from this fault until the end of the silence.
+    Then another process could have answered the whole time.
     """
     for place, fault in enumerate(faults):
         until = min([fault.at + AFTER_S, *(later.at for later in faults[place + 1 : place + 2])])
@@ -55,7 +55,7 @@ def silences(faults: Sequence[Fault], streams: Sequence[Sequence[float]]) -> Ite
 
 
 def undisturbed(faults: Sequence[Fault], streams: Sequence[Sequence[float]]) -> Iterator[Silence]:
-    """The longest silence of every stream that no fault came near."""
+    """The longest silence of every stream without a fault near it."""
     for number, times in enumerate(streams):
         if not any(times[0] - AFTER_S < fault.at < times[-1] for fault in faults):
             begin, end = max(pairwise(times), key=lambda pair: pair[1] - pair[0])

@@ -55,7 +55,7 @@ from raylm.checkpoint import resolve
 QUICK = {"repeats": 1, "concurrency": [1, 8, 32], "minutes": 7.0, "timeout": 100.0}
 WHOLE = {"repeats": 3, "concurrency": [1, 8, 32, 64], "minutes": 240.0, "timeout": 900.0}
 STEP_BATCHES = (1, 8, 32)
-SETTLE_S = 1.0  # threads of the engine before may spin for a while before they sleep
+SETTLE_S = 1.0  # threads of the previous engine may spin for a while before they sleep
 LOADS = ["steps", *OFFLINE, *SERVED]
 BY_DEFAULT = [name for name in LOADS if name != "chat"]
 IDLE_CORES, IDLE_S = 0.1, 2.0
@@ -83,12 +83,12 @@ class Place:
 
 
 def in_turn(engines: list[Engine], repeat: int) -> list[Engine]:
-    """Each is first in every second round: who comes second may find what the first left behind."""
+    """Alternate which engine is first, because the second engine may be affected by the first."""
     return engines if repeat % 2 else engines[::-1]
 
 
 class Comparison:
-    """One run: owns the samples, and what is missing of them."""
+    """One run: owns the samples and the list of missing engines."""
 
     def __init__(self, args: argparse.Namespace, model: Path, contenders: Field) -> None:
         self.args, self.model, self.contenders = args, model, contenders
@@ -104,13 +104,13 @@ class Comparison:
         print(f"{time.monotonic() - self._started:7.1f} s  {text}", flush=True)
 
     def measure_limits(self) -> None:
-        """What the machine allows now: where others share it that changes within minutes."""
+        """Measure the machine's limits now. On a shared machine they change within minutes."""
         with meter() as used:
             self.limits.append(machine_limits(self.args.threads))
         self.progress(f"limit: {self.limits[-1]} {report.MARK if used.others > report.QUIET_CORES else ''}")
 
     def limit_to(self, share: float) -> None:
-        """From here on nothing new begins after this share of the run's time."""
+        """From now on, start nothing new after this share of the run's time."""
         self._ends = self._started + 60 * self.args.minutes * share
 
     # ---------------------------------------------------------------- offline
@@ -189,7 +189,10 @@ class Comparison:
     # ---------------------------------------------------------------- one measurement
 
     def _sample(self, engine: Engine, place: Place, run: Callable[[Prompts], Figures]) -> None:
-        """Measure once, again while the machine is not quiet and --retries allows; a failure is noted, not fatal."""
+        """Measure once. Repeat while the machine is not quiet and --retries allows it.
+
+        A failure is recorded and does not end the run.
+        """
         name = f"{place.workload} {place.engine}"
         if name in self.missing or not self._has_time(name):
             return
@@ -219,7 +222,7 @@ class Comparison:
             append(self.args.rows, f"compare_{place.workload}", place.case, *named)
 
     def _enter(self, stack: ExitStack, start: Callable[[], Engine] | None) -> Engine | None:
-        """Start an engine, warm it up and look whether it keeps still; None if that fails, or there is no time."""
+        """Start an engine, warm it up and check that it is idle. Returns None if that fails or no time is left."""
         assert start is not None
         engine = start()
         if not self._has_time(engine.name):
@@ -251,14 +254,14 @@ class Comparison:
 
 
 def machine_limits(threads: int) -> Limits:
-    """In a process of its own, which gives its memory back."""
+    """Measure the limits in a separate process, which returns its memory to the system."""
     words = [sys.executable, "-m", "benchmarks.compare.limits", str(threads)]
     found = json.loads(subprocess.run(words, check=True, capture_output=True, text=True, cwd=ROOT).stdout)
     return Limits(found["read"], found["gemm"])
 
 
 def time_steps(args: argparse.Namespace, model: Path) -> list[StepTimes]:
-    """Where a decode step's time goes, in a Ray of its own."""
+    """Where the time of a decode step goes, measured in a separate Ray instance."""
     words = [sys.executable, "-m", "benchmarks.compare.steps", "--model", str(model)]
     words += ["--batch", *map(str, STEP_BATCHES), "--options", json.dumps(raylm_options(args))]
     environment = os.environ | {"OMP_WAIT_POLICY": "PASSIVE"}
@@ -274,7 +277,7 @@ def time_steps(args: argparse.Namespace, model: Path) -> list[StepTimes]:
 
 
 def print_report(run: Comparison, steps: list[StepTimes], folder: Path) -> None:
-    """Tables, files, and at last the JSON line."""
+    """Print the tables, write the files, and print the JSON line last."""
     found = report.rows(report.with_own_rate(run.samples))
     print("\n" + "\n".join(report.table(found)))
     if steps:
@@ -332,10 +335,10 @@ def parse() -> argparse.Namespace:
 
 
 def main() -> int:
-    """Run everything; the exit status is 1 if something failed or found no time."""
+    """Run everything. The exit status is 1 if a measurement failed or did not fit into the time."""
     args = parse()
     adopt_orphans()
-    signal.signal(signal.SIGTERM, lambda *_: sys.exit(1))  # the engines end in order then too
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit(1))  # the engines are stopped in this case too
     model = resolve(args.model, None).path
     folder = args.out or Path(tempfile.mkdtemp(prefix="raylm-compare-"))
     folder.mkdir(parents=True, exist_ok=True)

@@ -27,7 +27,7 @@ def convert(gguf: Path, out: Path) -> None:
 
 
 def main() -> None:
-    """Convert what the command line names."""
+    """Convert the file given on the command line."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("gguf", type=Path)
     parser.add_argument("out", type=Path)

@@ -1,7 +1,7 @@
-"""Engines that a benchmark starts, asks and ends: a runner in an interpreter of its own, or an HTTP server.
+"""Engines that a benchmark starts, measures and stops: a runner in its own interpreter, or an HTTP server.
 
-Every engine is a child of this process, and so is what it leaves behind, which tells its CPU time from
-that of the machine's other processes, and how nothing survives the run.
+Every engine and every process it leaves behind is a child of this process. So its CPU time can be separated from that
+of other processes on the machine, and no process survives the run.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ _STOP_S, _POLL_S = 40.0, 0.2
 
 
 class EngineError(Exception):
-    """An engine did not start, or did not do what it was asked for."""
+    """An engine did not start, or did not do what was requested."""
 
 
 # ---------------------------------------------------------------- processes and their CPU time
@@ -47,7 +47,7 @@ def _end_with_parent() -> None:
 
 
 def _stat() -> Iterator[tuple[int, int, float]]:
-    """(process, parent, CPU seconds with those of children it has waited for) of every process."""
+    """(process, parent, CPU seconds including reaped children) of every process."""
     for entry in Path("/proc").iterdir():
         if entry.name.isdecimal():
             with suppress(OSError):
@@ -80,7 +80,7 @@ def _busy_seconds() -> float:
 
 @dataclass
 class Meter:
-    """Cores that this run's processes used, and that others did, while it ran."""
+    """Measures the cores used by this run's processes and by other processes during a block."""
 
     mine: float = 0.0
     others: float = 0.0
@@ -101,14 +101,14 @@ def meter() -> Iterator[Meter]:
 
 @dataclass
 class Command:
-    """How an engine is started; ``environment`` is added to this process's."""
+    """The command that starts an engine. ``environment`` is added to this process's environment."""
 
     words: Sequence[str]
     environment: Mapping[str, str] = field(default_factory=dict)
 
 
 class Engine(ABC):
-    """A running engine; use it as a context. What it writes goes to ``log``."""
+    """A running engine, used as a context manager. Its output goes to ``log``."""
 
     def __init__(self, name: str, command: Command, log: Path, timeout_s: float) -> None:
         self.name, self.log = name, log
@@ -117,12 +117,12 @@ class Engine(ABC):
         self._deadline = time.monotonic() + timeout_s
 
     def begin(self) -> None:
-        """From now on it has its timeout for all that comes until the next time."""
+        """Restart the engine's timeout."""
         self._deadline = time.monotonic() + self._timeout_s
 
     @property
     def left_s(self) -> float:
-        """Seconds until the deadline, and at least one."""
+        """Seconds until the deadline, at least 1."""
         return max(1.0, self._deadline - time.monotonic())
 
     def __enter__(self) -> Self:
@@ -152,10 +152,10 @@ class Engine(ABC):
 
     @abstractmethod
     def generate(self, prompts: list[list[int]], max_tokens: int) -> float:
-        """Seconds for all prompts at once, greedy, with exactly ``max_tokens`` each.
+        """Generate all prompts at once, greedy, with exactly ``max_tokens`` tokens each. Returns the seconds.
 
         Raises:
-            EngineError: it failed, took too long, or some answer has another length.
+            EngineError: The engine failed, exceeded its timeout, or returned an answer with another length.
         """
 
     @abstractmethod
@@ -169,7 +169,7 @@ class Engine(ABC):
         return self._child.pid
 
     def close(self) -> None:
-        """Ask it to end, then kill what is left of it."""
+        """Ask the engine to exit, then kill its remaining processes."""
         members = set(family(self.pid)) - {self.pid}
         self._ask_to_end()
         deadline = time.monotonic() + _STOP_S
@@ -202,10 +202,10 @@ def _reap() -> None:
 
 
 def check_lengths(tokens: Sequence[int], wanted: int) -> None:
-    """Every answer must have ``wanted`` tokens, or its time means nothing.
+    """Check that every answer has ``wanted`` tokens. Otherwise its time is meaningless.
 
     Raises:
-        EngineError: one has not.
+        EngineError: An answer has another length.
     """
     wrong = [count for count in tokens if count != wanted]
     if wrong or not tokens:
@@ -213,7 +213,7 @@ def check_lengths(tokens: Sequence[int], wanted: int) -> None:
 
 
 class RunnerEngine(Engine):
-    """runner.py in a peer's interpreter, asked over its pipes."""
+    """runner.py in a peer's interpreter, connected by pipes."""
 
     def _stdout(self, log: IO[str]) -> int:
         return subprocess.PIPE
@@ -222,7 +222,7 @@ class RunnerEngine(Engine):
         self.about = self._reply()["about"]
 
     def generate(self, prompts: list[list[int]], max_tokens: int) -> float:
-        """As timed in the runner."""
+        """Seconds as measured in the runner."""
         assert self._child.stdin is not None
         try:
             self._child.stdin.write(json.dumps({"prompts": prompts, "max_tokens": max_tokens}) + "\n")
@@ -243,7 +243,7 @@ class RunnerEngine(Engine):
         return reply
 
     def _read_line(self) -> str:
-        """A line, or nothing; an alarm ends an engine that does not answer at all."""
+        """Read a line. An alarm stops an engine that does not answer."""
         assert self._child.stdout is not None
         previous = signal.signal(signal.SIGALRM, lambda *_: self._child.kill())
         signal.setitimer(signal.ITIMER_REAL, self.left_s)
@@ -255,7 +255,7 @@ class RunnerEngine(Engine):
 
 
 class ServerEngine(Engine):
-    """An OpenAI-compatible server; up when /health answers 200."""
+    """An OpenAI-compatible server, ready when /health answers 200."""
 
     def __init__(self, name: str, command: Command, log: Path, timeout_s: float, url: str, model: str) -> None:
         super().__init__(name, command, log, timeout_s)
@@ -279,7 +279,7 @@ class ServerEngine(Engine):
         return False
 
     def generate(self, prompts: list[list[int]], max_tokens: int) -> float:
-        """Over HTTP, not streamed."""
+        """Generate over HTTP without streaming."""
         started = time.perf_counter()
         tokens = asyncio.run(self._generate(prompts, max_tokens))
         seconds = time.perf_counter() - started
@@ -303,7 +303,7 @@ class ServerEngine(Engine):
 
 
 class AnsweringServer(ServerEngine):
-    """A server that is up when it answers a completion; its /health says nothing of the model."""
+    """A server that is ready when it answers a completion, because its /health does not depend on the model."""
 
     def _is_up(self) -> bool:
         with suppress(EngineError):

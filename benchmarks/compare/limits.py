@@ -22,7 +22,7 @@ READ_BYTES, GEMM_SIZE = 1 << 30, 4096
 
 @dataclass(frozen=True)
 class Limits:
-    """Of the machine: bytes per second read from memory, operations per second in a bf16 GEMM."""
+    """The machine's limits: bytes per second read from memory, and operations per second in a bf16 GEMM."""
 
     read: float
     gemm: float
@@ -33,7 +33,7 @@ class Limits:
 
 @dataclass(frozen=True)
 class Shape:
-    """Of a model: weights in the decoder's matrices and in the head, and what attention costs per token."""
+    """The sizes of a model: weights in the decoder's matrices and in the head, and the cost of attention per token."""
 
     layer_weights: int
     head_weights: int
@@ -48,7 +48,7 @@ class Shape:
 
 
 def read_shape(model: Path) -> Shape:
-    """From the checkpoint's config.json and the headers of its safetensors files."""
+    """Read the shape from the checkpoint's config.json and the headers of its safetensors files."""
     config = json.loads((model / "config.json").read_text())
     heads, layers = config["num_attention_heads"], config["num_hidden_layers"]
     head_dim = config.get("head_dim") or config["hidden_size"] // heads
@@ -80,12 +80,12 @@ def _weights(shape: list[int]) -> int:
 def phase_seconds(
     limits: Limits, shape: Shape, tokens: int, rows: int, seen: float, held: float
 ) -> dict[str, tuple[float, float]]:
-    """What the linear layers and attention take at least in one step: for their operations, and for what they read.
+    """The least time of the linear layers and of attention in one step: (for operations, for memory reads), in seconds.
 
     Args:
-        tokens: computed in this step, of which ``rows`` get logits.
-        seen: tokens that each of them attends to, on average.
-        held: tokens whose keys and values are read, of all sequences together.
+        tokens: Tokens computed in this step. ``rows`` of them get logits.
+        seen: Average number of tokens that each of them attends to.
+        held: Tokens whose keys and values are read, over all sequences.
     """
     products = 2 * tokens * shape.layer_weights + 2 * rows * shape.head_weights
     attention = 4 * tokens * seen * shape.attention_size
@@ -102,18 +102,18 @@ def step_seconds(limits: Limits, shape: Shape, tokens: int, rows: int, seen: flo
 
 
 def prefill_seconds(limits: Limits, shape: Shape, prompts: int, tokens: int, cached: int = 0) -> float:
-    """The bound for computing so many prompts in one step, ``cached`` tokens of each being there already."""
+    """The bound for computing ``prompts`` prompts in one step, if ``cached`` tokens of each are in the cache."""
     return step_seconds(limits, shape, prompts * tokens, prompts, cached + tokens / 2, cached)
 
 
 def decode_seconds(limits: Limits, shape: Shape, rows: int, start: int, steps: int, shared: int = 0) -> float:
-    """The bound for ``steps`` decode steps of ``rows`` sequences from ``start`` tokens each, ``shared`` by all."""
+    """The bound for ``steps`` decode steps of ``rows`` sequences of ``start`` tokens, ``shared`` of them common."""
     length = start + steps / 2
     return steps * step_seconds(limits, shape, rows, rows, length, shared + rows * (length - shared))
 
 
 def bounds(limits: Limits, shape: Shape, concurrency: Sequence[int]) -> dict[tuple[str, str], float]:
-    """The best figure that the machine allows, by (workload, figure); serving with so many clients each."""
+    """The best possible figure of the machine, by (workload, figure). Serving has a figure for each concurrency."""
     batch = prefill_seconds(limits, shape, 32, 128) + decode_seconds(limits, shape, 32, 128, 127)
     shared = prefill_seconds(limits, shape, 32, 32, 512) + decode_seconds(limits, shape, 32, 544, 31, 512)
     found = {
@@ -130,7 +130,10 @@ def bounds(limits: Limits, shape: Shape, concurrency: Sequence[int]) -> dict[tup
 
 
 def measure(threads: int) -> Limits:
-    """The best of a sum over 1 GiB and of a 4096-cubed bf16 GEMM, by torch: other load can only lower them."""
+    """Measure with torch a sum over 1 GiB and a 4096-cubed bf16 GEMM.
+
+    Takes the best run, because other load only slows it.
+    """
     import torch
 
     torch.set_num_threads(threads)

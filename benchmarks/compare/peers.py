@@ -1,4 +1,4 @@
-"""Which engines the comparison runs, and how each is started, from its options."""
+"""The engines of the comparison, and how to start each from the command line options."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ LONG_PROMPT_TOKENS = 4096
 
 @dataclass(frozen=True)
 class Stage:
-    """Offline workloads that run while one engine is up."""
+    """Offline workloads that run with one engine."""
 
     workloads: Sequence[str]
     start: Callable[[], Engine]
@@ -34,7 +34,7 @@ class Stage:
 
 @dataclass(frozen=True)
 class Contender:
-    """One engine in the comparison; ``serve`` is None where it has no server."""
+    """One engine in the comparison. ``serve`` is None if it has no server."""
 
     name: str
     stages: Sequence[Stage]
@@ -43,7 +43,7 @@ class Contender:
 
 @dataclass
 class Field:
-    """The engines that take part; ``missing`` says which do not, and why."""
+    """The engines in the comparison. ``missing`` names the absent engines with the reason."""
 
     ours: Contender
     peers: list[Contender]
@@ -51,14 +51,14 @@ class Field:
 
 
 class Starter:
-    """Makes engines; owns the folder of their logs and the ports they get."""
+    """Starts engines. Owns the folder of their logs and their ports."""
 
     def __init__(self, args: argparse.Namespace, model: Path, folder: Path) -> None:
         self._args, self._model, self._folder = args, model, folder
         self._cores = ",".join(map(str, sorted(os.sched_getaffinity(0))[: args.threads]))
 
     def field(self) -> Field:
-        """Which engines the options give; of several checkpoints a quick run takes the first."""
+        """The engines selected by the options. A quick run uses only the first of several checkpoints."""
         args, missing = self._args, {}
         most = 1 if args.quick else None
         peers = [self._vllm(args.vllm_python)] if args.vllm_python else []
@@ -87,7 +87,7 @@ class Starter:
         )
 
     def _raylm_server(self) -> ServerEngine:
-        """In its default topology, as configs/llama.yaml has it."""
+        """RayLM in its default topology, as in configs/llama.yaml."""
         port = self._args.port
         served = yaml.safe_load((ROOT / "configs" / "llama.yaml").read_text())
         served["http_options"]["port"] = port
@@ -128,7 +128,10 @@ class Starter:
         )
 
     def _ray_serve_llm(self, python: str, direct: bool) -> Contender:
-        """At its defaults, or with direct streaming; beside RayLM, whose Serve has the usual ports and paths."""
+        """Ray Serve LLM with its defaults or with direct streaming.
+
+        RayLM runs beside it and uses Serve's usual ports and paths.
+        """
         name, port = ("Ray Serve LLM, direct streaming" if direct else "Ray Serve LLM"), self._args.port + 3
         state = self._folder / f"serve-{port}"
         state.mkdir(exist_ok=True)
@@ -193,7 +196,7 @@ class Starter:
 
 
 def raylm_options(args: argparse.Namespace) -> dict[str, Any]:
-    """Keys of RayLM's configuration: those that keep the comparison fair, and --raylm's over them."""
+    """RayLM's configuration: the values for a fair comparison, overridden by --raylm."""
     found: dict[str, Any] = {"dtype": "bfloat16", "cache": {"memory_gib": args.kv_gib}}
     for name, value in args.raylm:
         *path, last = name.split(".")
@@ -205,7 +208,7 @@ def raylm_options(args: argparse.Namespace) -> dict[str, Any]:
 
 
 def knob(text: str) -> tuple[str, Any]:
-    """``name=value`` of an option; the value is JSON, or else a string."""
+    """Parse ``name=value``. The value is JSON, or else a string."""
     name, _, value = text.partition("=")
     if not name or not value:
         raise argparse.ArgumentTypeError(f"{text!r} is not NAME=VALUE")

@@ -1,9 +1,9 @@
-"""Runs inside an environment with Ray Serve LLM, whose packages alone it needs: serves a checkpoint over HTTP.
+"""Serves a checkpoint over HTTP with Ray Serve LLM. Runs in an environment with the packages of Ray Serve LLM only.
 
     PYTHON benchmarks/compare/ray_serve_llm.py MODEL_DIR NAME PORT CORES
 
 CORES are the cores of the engine, such as 0,1. With RAY_SERVE_LLM_ENABLE_DIRECT_STREAMING=1 and
-RAY_SERVE_ENABLE_HA_PROXY=1 in the environment, tokens do not pass the ingress. Ends with SIGTERM.
+RAY_SERVE_ENABLE_HA_PROXY=1 in the environment, tokens bypass the ingress. SIGTERM ends it.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ PASSED = ("VLLM_CPU_KVCACHE_SPACE", "RAY_SERVE_LLM_ENABLE_DIRECT_STREAMING", "HF
 
 
 def serve_model(model: str, name: str, port: int, environment: Mapping[str, str]) -> None:
-    """Serve until this process is ended; ``environment`` is that of the engine and of the ingress."""
+    """Serve until this process ends. ``environment`` is set for the engine and the ingress."""
     import ray
     from ray import serve
     from ray.serve.llm import LLMConfig, build_openai_app
@@ -35,7 +35,7 @@ def serve_model(model: str, name: str, port: int, environment: Mapping[str, str]
 
 
 def main() -> None:
-    """Serve what the command line names."""
+    """Serve the checkpoint given on the command line."""
     model, name, port, cores = sys.argv[1:]
     environment = {key: os.environ[key] for key in PASSED if key in os.environ}
     serve_model(model, name, int(port), environment | {"VLLM_CPU_OMP_THREADS_BIND": cores})

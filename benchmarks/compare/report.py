@@ -1,4 +1,4 @@
-"""What the comparison makes of its samples: paired ratios and their spread, marks, tables, the JSON line, a picture."""
+"""The report of the comparison: paired ratios and their spread, marks, tables, the JSON line and a plot."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from typing import Any
 from benchmarks.plot import picture
 
 OURS = "raylm"
-OWN_OFFLINE = "RayLM offline"  # what serving is compared with beside the peers
+OWN_OFFLINE = "RayLM offline"  # the baseline for serving, beside the peers
 QUIET_CORES = 0.4
 MARK = "*"
 WORKER_PARTS = ("linear", "attention", "elementwise", "forward", "sampling", "rest of the step", "idle")
@@ -31,16 +31,17 @@ def shown(engine: str) -> str:
 
 
 def named(figures: Mapping[str, float]) -> tuple[dict[str, float], dict[str, str]]:
-    """The figures of a sample by the names that rows have, and the units of these."""
+    """The figures of a sample under the names used in rows, and their units."""
     values = {_FIGURES[name][0]: value for name, value in figures.items()}
     return values, {_FIGURES[name][0]: _FIGURES[name][1] for name in figures}
 
 
 @dataclass(frozen=True)
 class Sample:
-    """One measurement: what ``engine`` did in round ``repeat`` of its pairing with ``peer`` (its own name if alone).
+    """One measurement of ``engine`` in round ``repeat`` of its pairing with ``peer`` (its own name if alone).
 
-    ``others`` are the cores that foreign processes used meanwhile, ``bounds`` what the machine allowed just before.
+    ``others`` are the cores used by other processes during the measurement. ``bounds`` are the machine's limits,
+    measured just before.
     """
 
     workload: str
@@ -53,7 +54,7 @@ class Sample:
 
     @property
     def disturbed(self) -> bool:
-        """Whether the machine was not this run's alone."""
+        """Whether other processes used the machine."""
         return self.others > QUIET_CORES
 
     def line(self) -> str:
@@ -65,9 +66,9 @@ class Sample:
 
 @dataclass(frozen=True)
 class Row:
-    """One figure of one workload, of us beside a peer; ``theirs`` and ``ratios`` are empty if there is no peer.
+    """One figure of one workload, for RayLM and one peer. ``theirs`` and ``ratios`` are empty without a peer.
 
-    ``ratios`` are ours by theirs, round by round, and ``shares`` how close ours came to the machine's limit.
+    ``ratios`` are RayLM's values divided by the peer's, by round. ``shares`` are RayLM's shares of the machine's limit.
     """
 
     workload: str
@@ -85,7 +86,7 @@ class Row:
 
     @property
     def medians(self) -> dict[str, float]:
-        """Of each side that was measured, and of their ratios."""
+        """The medians of both sides and of the ratios, as far as they were measured."""
         sides = {"RayLM": self.ours, "peer": self.theirs, "ratio": self.ratios, "of the limit": self.shares}
         return {name: statistics.median(values) for name, values in sides.items() if values}
 
@@ -95,7 +96,7 @@ class Row:
 
 
 def rows(samples: Iterable[Sample]) -> list[Row]:
-    """Every figure of every pairing, in the order in which they were first measured."""
+    """Every figure of every pairing, in the order of the first measurements."""
     grouped: dict[tuple[str, str, str], list[tuple[Sample, float]]] = {}
     for sample in samples:
         for figure, value in sample.figures.items():
@@ -120,12 +121,12 @@ def _row(workload: str, figure: str, peer: str, entries: list[tuple[Sample, floa
 
 
 def is_rate(figure: str) -> bool:
-    """Rates are better high, times low."""
+    """Whether the figure is a rate (higher is better). Otherwise it is a time (lower is better)."""
     return "tok_s" in figure
 
 
 def best_ratio(found: Iterable[Row]) -> dict[str, tuple[str, float]]:
-    """By figure: the peer that does best beside us, and our ratio to it."""
+    """By figure: the peer with the best result, and RayLM's ratio to it."""
     best: dict[str, tuple[str, float]] = {}
     for row in found:
         if not row.ratios or row.peer == OWN_OFFLINE:
@@ -138,7 +139,7 @@ def best_ratio(found: Iterable[Row]) -> dict[str, tuple[str, float]]:
 
 
 def share_of_limit(value: float, bound: float, more_is_better: bool) -> float:
-    """How close ``value`` comes to the bound, 1 being there."""
+    """The share of the bound that ``value`` reaches; 1 means the bound itself."""
     return value / bound if more_is_better else bound / value
 
 
@@ -158,12 +159,12 @@ def table(found: Sequence[Row]) -> list[str]:
 
 
 def number(value: float | None) -> str:
-    """Four digits, or a dash."""
+    """Four significant digits, or a dash."""
     return "-" if value is None else f"{value:.4g}"
 
 
 def spread(row: Row) -> str:
-    """The median ratio with its lowest and highest, marked if the machine was busy."""
+    """The median ratio with the lowest and highest, and a mark if the machine was busy."""
     mark = f" {MARK}" if row.disturbed else ""
     if not row.ratios:
         return f"-{mark}"
@@ -171,7 +172,7 @@ def spread(row: Row) -> str:
 
 
 def summary(found: Sequence[Row], missing: Mapping[str, str], steps: Sequence[StepTimes]) -> dict[str, Any]:
-    """The JSON line: ratios of the medians of rounds by figure and peer, and what should be known beside them."""
+    """The JSON line: ratios of the rounds' medians by figure and peer, with context."""
     ratios: dict[str, dict[str, float]] = {}
     for row in found:
         if row.ratios:
@@ -190,7 +191,7 @@ def summary(found: Sequence[Row], missing: Mapping[str, str], steps: Sequence[St
 
 
 def with_own_rate(samples: Sequence[Sample]) -> list[Sample]:
-    """Add the first pairing's samples of our server once more, to be compared with RayLM's own offline rate."""
+    """Add our server's samples of the first pairing again, for comparison with RayLM's offline rate."""
     served = [sample for sample in samples if sample.workload == "HTTP" and sample.engine == OURS]
     first = [sample for sample in served if sample.peer == served[0].peer]
     rates = [{name: value for name, value in sample.figures.items() if "tok_s" in name} for sample in first]
@@ -203,9 +204,9 @@ def with_own_rate(samples: Sequence[Sample]) -> list[Sample]:
 
 @dataclass(frozen=True)
 class StepTimes:
-    """Seconds of an average step at one batch: wall, and parts by name (see ``WORKER_PARTS`` and ``CORE_PARTS``).
+    """Seconds of an average step at one batch size: wall time, and parts by name (``WORKER_PARTS``, ``CORE_PARTS``).
 
-    The worker's parts and the EngineCore's each fill the wall: they run beside each other.
+    The worker's parts add up to the wall time, and so do the EngineCore's, because they run in parallel.
     """
 
     batch: int
@@ -216,18 +217,18 @@ class StepTimes:
 
     @property
     def idle_share(self) -> float:
-        """Share of the wall in which the worker had nothing to do."""
+        """Share of the wall time in which the worker was idle."""
         return self.worker.get("idle", 0.0) / self.wall
 
 
 def step_times(batch: int, measured: Mapping[str, float], profile: Mapping[str, float] | None = None) -> StepTimes:
-    """Parts that fill the wall time of a step, from what was measured of it (average seconds a step).
+    """Divide the wall time of a step into parts, from the measured average seconds per step.
 
     Args:
-        measured: ``wall``, the worker's ``step`` and of it ``forward``; the core's ``scheduler`` and ``messages``;
-            ``others``, the cores that foreign processes used.
-        profile: what the model knows of its forward pass (``linear``, ``attention``, ``elementwise``), and
-            ``sampling``; without it the forward pass is one part, and sampling everything behind it.
+        measured: ``wall``, the worker's ``step`` and the ``forward`` part of it; the core's ``scheduler`` and
+            ``messages``; ``others``, the cores used by other processes.
+        profile: The model's measurement of its forward pass (``linear``, ``attention``, ``elementwise``) and
+            ``sampling``. Without it the forward pass is one part, and the rest of the step is sampling.
     """
     wall, step, forward = measured["wall"], measured["step"], measured["forward"]
     parts = {name: seconds for name, seconds in (profile or {}).items() if name in WORKER_PARTS}
@@ -245,7 +246,7 @@ def step_times(batch: int, measured: Mapping[str, float], profile: Mapping[str, 
 
 
 def _parts(steps: Sequence[StepTimes]) -> Iterator[tuple[str, str, list[float]]]:
-    """(actor, part, seconds at each batch) of every part that any batch has."""
+    """(actor, part, seconds at each batch size) of every part."""
     for actor, names in (("worker", WORKER_PARTS), ("core", CORE_PARTS)):
         for name in names:
             seconds = [getattr(step, actor).get(name, 0.0) for step in steps]
@@ -254,7 +255,7 @@ def _parts(steps: Sequence[StepTimes]) -> Iterator[tuple[str, str, list[float]]]
 
 
 def step_table(steps: Sequence[StepTimes]) -> list[str]:
-    """Milliseconds of an average decode step, and shares, as lines of a Markdown table; one column a batch."""
+    """Milliseconds and shares of an average decode step, as a Markdown table with a column for each batch size."""
     lines = [
         f"| actor | part | {' | '.join(f'batch {step.batch}, ms (%)' for step in steps)} |",
         "|---|---|" + "---|" * len(steps),
@@ -270,7 +271,7 @@ def _wall(step: StepTimes) -> str:
 
 
 def plot(path: Path, title: str, steps: Sequence[StepTimes], found: Sequence[Row]) -> None:
-    """Two panels: where a step's time goes, two bars a batch; and the ratio to each peer, 1 being equal."""
+    """Two panels: the parts of a step, two bars for each batch size; and the ratio to each peer (1 is equal)."""
     compared = [row for row in found if row.ratios]
     with picture(path, 2, (14, max(5.5, 0.22 * len(compared))), title) as (left, right):
         _plot_steps(left, steps)
@@ -320,5 +321,5 @@ def _plot_ratios(axis: Any, found: Sequence[Row]) -> None:
 
 
 def _gain(row: Row, ratio: float) -> float:
-    """A ratio such that more is better."""
+    """The ratio in the form in which higher is better."""
     return ratio if row.more_is_better else 1 / ratio

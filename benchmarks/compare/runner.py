@@ -1,10 +1,10 @@
-"""Runs inside a peer's own interpreter, whose packages alone it needs: generates what the comparison asks for.
+"""Generates for the comparison inside a peer's own interpreter, with the packages of the peer only.
 
     PYTHON benchmarks/compare/runner.py {raylm|vllm|openvino} OPTIONS_AS_JSON
 
-Reads one JSON object a line from stdin, {"prompts": [[id, ...], ...], "max_tokens": n}, and answers each with
-{"seconds": s, "tokens": [tokens of each answer]} or {"error": text} on stdout; the first answer, {"about": {...}},
-says that the engine is up. Ends with its stdin. Whatever the engine itself prints goes to stderr.
+Reads one JSON object per line from stdin, {"prompts": [[id, ...], ...], "max_tokens": n}, and answers each on stdout
+with {"seconds": s, "tokens": [tokens of each answer]} or {"error": text}. The first output, {"about": {...}}, means
+that the engine is ready. Exits at the end of stdin. Output of the engine itself goes to stderr.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ import time
 from collections.abc import Callable
 from typing import Any
 
-Run = Callable[[list[list[int]], int], list[int]]  # (prompts, tokens of each answer) -> tokens that came
+Run = Callable[[list[list[int]], int], list[int]]  # (prompts, tokens of each answer) -> generated tokens
 
 
 def raylm(options: dict[str, Any]) -> tuple[Run, dict[str, Any]]:
@@ -33,7 +33,7 @@ def raylm(options: dict[str, Any]) -> tuple[Run, dict[str, Any]]:
 
 
 def vllm(options: dict[str, Any]) -> tuple[Run, dict[str, Any]]:
-    """vLLM's offline engine; its CPU build reads the size of the KV cache and the cores from the environment."""
+    """vLLM's offline engine. Its CPU build reads the KV cache size and the cores from the environment."""
     from vllm import LLM, SamplingParams
 
     llm = LLM(options["model"], dtype="bfloat16", max_model_len=4096, max_num_seqs=64)
@@ -81,7 +81,7 @@ def answer(run: Run, line: str) -> dict[str, Any]:
 
 def main() -> None:
     replies = os.fdopen(os.dup(1), "w", buffering=1)
-    os.dup2(2, 1)  # engines print on stdout
+    os.dup2(2, 1)  # engines print to stdout
     run, about = ENGINES[sys.argv[1]](json.loads(sys.argv[2]))
     replies.write(json.dumps({"about": about}) + "\n")
     for line in sys.stdin:

@@ -53,7 +53,7 @@ class Clock:
 
 
 class ProfiledWorker(WorkerActor):
-    """A worker that keeps where the time of each step went."""
+    """A worker that records the parts of each step's time."""
 
     def start(self, port: int = 0) -> WorkerInfo:
         info = super().start(port)
@@ -76,14 +76,14 @@ class ProfiledWorker(WorkerActor):
         return info
 
     def profile(self, steps: list[int]) -> dict[str, float]:
-        """Average seconds of each part over these steps."""
+        """Average seconds of each part over ``steps``."""
         found = [self._steps[step] for step in steps]
         return {part: sum(step[part] for step in found) / len(found) for part in found[0]}
 
 
 @ray.remote(num_cpus=0.1)
 class StepBench:
-    """The process of an EngineCore whose steps are timed."""
+    """The process of an EngineCore whose steps are measured."""
 
     def __init__(self, config: Config, worker: Any) -> None:
         self._worker = worker
@@ -93,7 +93,7 @@ class StepBench:
         self._scheduler = Clock()
 
     async def start(self) -> None:
-        """Start the worker and let the scheduler be timed."""
+        """Start the worker, and measure the time in the scheduler."""
         await self._core.start()
         scheduler: Any = self._core.scheduler
         scheduler.schedule = self._scheduler.around(scheduler.schedule)
@@ -121,7 +121,7 @@ class StepBench:
         return {**measured, **parts, "profile": profile}
 
     async def _decode(self, batch: int, steps: int) -> tuple[float, list[Note]]:
-        """(seconds in the scheduler, notes) of the steps in which all ``batch`` sequences draw."""
+        """(seconds in the scheduler, notes) of the steps in which all ``batch`` sequences decode."""
         self._notes.clear()
         params = SamplingParams(temperature=0.0, max_tokens=steps, ignore_eos=True, seed=1)
         keys = range(batch)
@@ -142,7 +142,7 @@ class StepBench:
 
 
 async def _take(outbox: Any) -> None:
-    """What a client does: take the outputs until the stream ends."""
+    """Take the outputs until the stream ends, as a client does."""
     with suppress(RayLMError):
         while True:
             await outbox.get()

@@ -35,7 +35,7 @@ FIRST_TOKENS_RUNS = 3
 
 
 class Words:
-    """Words of a checkpoint's vocabulary that are one token each, so that text and ids say exactly the same."""
+    """Words that are one token each in a checkpoint's vocabulary, so that text and ids are equivalent."""
 
     def __init__(self, model: Path) -> None:
         self.tokenizer = Tokenizer.from_file(str(model / "tokenizer.json"))
@@ -46,7 +46,7 @@ class Words:
 
 
 class Prompts:
-    """Random prompts of exact length; the same seed gives the same."""
+    """Random prompts of exact length. The same seed gives the same prompts."""
 
     def __init__(self, words: Words, seed: str) -> None:
         self._words = words
@@ -59,20 +59,20 @@ class Prompts:
         return [self.one(tokens) for _ in range(count)]
 
     def text(self, prompt: Prompt) -> str:
-        """What a client sends for ``prompt``."""
+        """The text of ``prompt``."""
         return str(self._words.tokenizer.decode(prompt))
 
 
 @dataclass(frozen=True)
 class Workload:
-    """One row of the offline table; ``run`` measures it once."""
+    """One row of the offline table. ``run`` measures it once."""
 
     name: str
     run: Callable[[Generate, Prompts], Figures]
 
 
 def warm_up(generate: Generate, prompts: Prompts) -> None:
-    """What every engine does once before anything counts."""
+    """The warm-up of every engine before measurements."""
     generate(prompts.many(4, PROMPT), 8)
     generate(prompts.many(1, PROMPT), 8)
 
@@ -83,7 +83,7 @@ def batch(generate: Generate, prompts: Prompts) -> Figures:
 
 
 def stream(generate: Generate, prompts: Prompts) -> Figures:
-    """W2; the first token's time is the median of a few runs, as it is short."""
+    """W2. The time of the first token is the median of a few runs, because it is short."""
     first = statistics.median(generate(prompts.many(1, PROMPT), 1) for _ in range(FIRST_TOKENS_RUNS))
     whole = generate(prompts.many(1, PROMPT), 128)
     return {"ttft_ms": 1e3 * first, "ms_per_token": 1e3 * (whole - first) / 127}
@@ -102,7 +102,7 @@ def long_prompt(generate: Generate, prompts: Prompts) -> Figures:
 
 
 def waves(generate: Generate, prompts: Prompts, at_once: int) -> Figures:
-    """Output tokens per second when ``at_once`` prompts come together, wave after wave; two waves."""
+    """Output tokens per second of two waves, each of ``at_once`` prompts at the same time."""
     seconds = sum(generate(prompts.many(at_once, PROMPT), SERVED_TOKENS) for _ in range(2))
     return {"out_tok_s": 2 * at_once * SERVED_TOKENS / seconds}
 
@@ -154,17 +154,17 @@ def requests(clients: int, quick: bool) -> int:
 
 @dataclass(frozen=True)
 class ClosedLoop:
-    """So many clients, each with a request open at all times, until ``total`` are answered."""
+    """A fixed number of clients, each with one open request at any time, until ``total`` requests are answered."""
 
     clients: int
     total: int
     kind: type[WordClient] = WordClient
 
     def run(self, engine: ServerEngine, prompts: Prompts) -> Figures:
-        """Figures of one run against ``engine``.
+        """Measure one run against ``engine``.
 
         Raises:
-            EngineError: a request failed, or all together took too long.
+            EngineError: A request failed, or the run exceeded its time.
         """
         try:
             load = asyncio.run(self._load(engine, prompts))

@@ -1,8 +1,8 @@
-"""Conversations of a coding agent with this repository's own files: what they ask, and what is answered.
+"""Synthetic conversations of a coding agent about the files of this repository: prompts and answers.
 
-A turn is one of a read (a call in JSON, whose result is a piece of a file), a quotation of what was read, an edit (a
-call in JSON with the old and the new text), and a remark that stands in no prompt. The next turn's prompt has all turns
-before. Same seed, same conversations.
+A turn is a read (a JSON call whose result is a part of a file), a quotation of the read text, an edit (a JSON call with
+the old and the new text), or a remark whose text is in no prompt. The prompt of a turn contains all earlier turns. The
+same seed gives the same conversations.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from pathlib import Path
 
 ROOT = Path(__file__).parents[2]
 SYSTEM = "You are a coding agent. Answer with a call of read_file or edit_file in JSON, or with text.\n"
-_LINES = 24  # of a file that a call shows
+_LINES = 24  # lines of a file in the result of a call
 
 
 def conversations(count: int, turns: int = 6, seed: int = 1) -> Iterator[list[tuple[str, str]]]:

@@ -1,10 +1,10 @@
-"""What long prompts do to the pace of running streams, and what keeping that pace costs; scheduler and worker only.
+"""The effect of long prompts on running streams, and the cost of protecting the streams; scheduler and worker only.
 
     python -m benchmarks.engine.interference --model DIR [--streams 8] [--prompts 6] [--targets 0 200 100]
 
-Streams decode all the time; long prompts, two at a time, arrive and answer with a few tokens. For each target of
-``scheduler.target_itl_ms`` (0: none) it prints the streams' time between two tokens while prompts are there, the
-prompts' time to the first token, and the tokens computed a second. The targets take turns, ``--repeats`` times.
+Streams decode all the time. Long prompts arrive, two at a time, and get an answer of a few tokens. For each value of
+``scheduler.target_itl_ms`` (0: none) the benchmark prints the streams' inter-token latency while prompts run, the
+prompts' time to first token, and the computed tokens per second. The targets alternate, ``--repeats`` times.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ UNITS = {"ITL p50": "ms", "ITL p99": "ms", "TTFT p50": "s", "tokens": "1/s"}
 
 
 class Bench:
-    """One engine in this thread, two steps in flight; prompts are all different."""
+    """One engine in this thread with two steps in flight. All prompts are different."""
 
     def __init__(self, args: argparse.Namespace, target_ms: float) -> None:
         settings = {
@@ -57,7 +57,7 @@ class Bench:
         return key
 
     def step(self) -> None:
-        """Take in the oldest of two steps."""
+        """Process the result of the older of two steps."""
         while len(self.in_flight) < 2 and (plan := self.core.schedule()):
             self.in_flight.append((plan, self.worker.execute(plan)))
         plan, result = self.in_flight.popleft()
@@ -68,7 +68,7 @@ class Bench:
                 self.arrived[key].append(now)
 
     def run(self) -> dict[str, float]:
-        """Streams alone for a while, then the prompts, with which the measurement begins."""
+        """Run the streams alone for a while, then add the prompts and start the measurement."""
         streams = [self.add(16, 4000) for _ in range(self.args.streams)]
         while len(self.arrived[streams[-1]]) < 20:
             self.step()

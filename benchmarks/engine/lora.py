@@ -24,7 +24,7 @@ PROMPT_TOKENS = 32
 
 
 def write_adapter(checkpoint: str, path: Path, rank: int, seed: int) -> None:
-    """A small random adapter on all linear modules, in PEFT's format."""
+    """Write a small random adapter for all linear modules, in PEFT's format."""
     config = resolve(checkpoint, None).config
     hidden, inner = config["hidden_size"], config["intermediate_size"]
     head = config.get("head_dim") or hidden // config["num_attention_heads"]
@@ -79,7 +79,7 @@ def main() -> None:
             adapted: list[float] = []
             for number in range(args.rounds + 1):
                 figures = [measure(llm, args.batch, args.tokens, wanted) for wanted in ([None] * args.batch, mixed)]
-                if number:  # the first round warms up
+                if number:  # the first round is a warm-up
                     base.append(figures[0])
                     adapted.append(figures[1])
     ratio = statistics.median(b / a for a, b in zip(base, adapted, strict=True))

@@ -1,4 +1,4 @@
-"""What the offline benchmarks share: their options, prompts made from a seed, and how an engine is made."""
+"""Shared code of the offline benchmarks: options, seeded prompts, and the engine."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ def parser(description: str | None) -> argparse.ArgumentParser:
 
 
 def make_llm(args: argparse.Namespace, **scheduler: Any) -> LLM:
-    """The engine to measure; prompts are all different, so the prefix cache stays on as it is by default."""
+    """Make the engine to measure. All prompts are different, so the prefix cache stays on, as by default."""
     engine = {"threads": args.threads} if args.threads else {}
     llm = LLM(args.model, dtype=args.dtype, device=args.device, engine=engine, scheduler=scheduler)
     info = llm.info
@@ -34,9 +34,9 @@ def make_llm(args: argparse.Namespace, **scheduler: Any) -> LLM:
 
 
 def seconds(llm: LLM, args: argparse.Namespace, count: int, max_tokens: int) -> list[float]:
-    """The time of each run of ``count`` random prompts, greedy, with exactly ``max_tokens`` each; one goes uncounted.
+    """The seconds of each run of ``count`` random prompts, greedy, exactly ``max_tokens`` each, after a warm-up run.
 
-    The prompts of a run are new: each takes the next seed.
+    Each prompt takes the next seed, so that no prompt occurs twice.
     """
     params = SamplingParams(temperature=0.0, max_tokens=max_tokens, ignore_eos=True)
     found = []

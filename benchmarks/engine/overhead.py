@@ -33,7 +33,7 @@ Note = tuple[float, float, ModelRunnerOutput]  # wall clock, CPU time of the pro
 
 
 def note_results(executor: ModelExecutor) -> list[Note]:
-    """Let ``executor`` note when each of its results came; returns the notes, which grow."""
+    """Record the time of each result of ``executor``. Returns the list of notes, which grows."""
     notes: list[Note] = []
     execute = executor.execute
 
@@ -64,7 +64,7 @@ class FixedTimeWorker(Worker):
 
 
 class FixedTimeActor(WorkerActor, FixedTimeWorker):
-    """The shell of every worker around one of fixed time."""
+    """A WorkerActor with a FixedTimeWorker."""
 
     def __init__(self, config: Config, forward_s: float) -> None:
         super().__init__(config)

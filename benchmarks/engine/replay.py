@@ -37,7 +37,7 @@ Turn = tuple[list[int], list[int]]  # tokens of the prompt and of the answer
 
 
 class Replay(Sampler):
-    """Draws what was recorded, for rows that are known by their prompt."""
+    """Draws the recorded tokens. The prompt of a row identifies its recording."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -60,7 +60,7 @@ class Replay(Sampler):
 
 
 class Timed(Speculator):
-    """A speculator, and the ``seconds`` that it has taken."""
+    """A speculator that measures its own time, in ``seconds``."""
 
     def __init__(self, timed: Speculator) -> None:
         self._timed, self.seconds = timed, 0.0
@@ -89,7 +89,10 @@ class Timed(Speculator):
 
 
 def serve(llm: LLM, replay: Replay, timed: Timed, rounds: list[list[Turn]]) -> tuple[float, float]:
-    """Tokens a second, seconds of guessing a token: the turns of a round side by side, one round after the other."""
+    """Serve rounds one after the other, and the turns of a round at the same time.
+
+    Returns tokens per second, and seconds of guessing per token.
+    """
     timed.seconds = 0.0
     tokens, started = 0, time.perf_counter()
     for turns in rounds:
@@ -102,7 +105,7 @@ def serve(llm: LLM, replay: Replay, timed: Timed, rounds: list[list[Turn]]) -> t
 
 
 def agents(streams: int, count: int, seed: int, tokenizer: Tokenizer) -> list[list[Turn]]:
-    """Turn by turn, ``streams`` conversations side by side, until ``count`` have been had."""
+    """``streams`` parallel conversations, turn by turn, until ``count`` conversations are done."""
     talks = list(conversations(max(count, streams), seed=seed))
     groups = [talks[at : at + streams] for at in range(0, len(talks), streams)]
     return [
@@ -113,7 +116,7 @@ def agents(streams: int, count: int, seed: int, tokenizer: Tokenizer) -> list[li
 
 
 def noise(streams: int, count: int, seed: int, tokenizer: Tokenizer) -> list[list[Turn]]:
-    """Prompts of 200 tokens and answers of 100, all drawn evenly."""
+    """Random prompts of 200 tokens and random answers of 100 tokens."""
     rng, size = random.Random(seed), tokenizer.get_vocab_size()
     turns = [([rng.randrange(8, size) for _ in range(200)], [rng.randrange(8, size) for _ in range(100)])
              for _ in range(max(count, streams))]  # fmt: skip

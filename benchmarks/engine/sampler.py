@@ -93,7 +93,7 @@ def make_logits(count: int, vocab_size: int, flat: bool) -> torch.Tensor:
 
 
 def best_ms(call: Callable[[torch.Tensor], Any], logits: torch.Tensor, repeats: int) -> float:
-    """The least time of a call on a fresh copy of the logits; the copy is not counted."""
+    """The least time of a call on a fresh copy of the logits, without the time of the copy."""
     times = []
     for _ in range(repeats):
         copy = logits.clone()
@@ -104,7 +104,7 @@ def best_ms(call: Callable[[torch.Tensor], Any], logits: torch.Tensor, repeats: 
 
 
 def run_case(case: str, logits: torch.Tensor, repeats: int) -> tuple[float, float]:
-    """(the sampler's ms, the plain way's ms) for a batch of equal requests."""
+    """(the sampler's ms, plain torch's ms) for a batch of equal requests."""
     fields, plain = CASES[case]
     count, vocab_size = logits.shape
     batch = InputBatch(count, 2 * PROMPT_TOKENS, 16, vocab_size)

@@ -31,11 +31,11 @@ from raylm.messages import EngineCoreRequest, ModelRunnerOutput, SchedulerOutput
 from raylm.params import SamplingParams
 
 BLOCK_SIZE = 16
-_BATCH = 500  # requests that are added between two looks at the clock
+_BATCH = 500  # requests added between two time measurements
 
 
 class Bench:
-    """A scheduler at full load, and a worker that takes no time."""
+    """A scheduler at full load with a worker that takes no time."""
 
     def __init__(self, args: argparse.Namespace) -> None:
         self.args = args
@@ -51,7 +51,7 @@ class Bench:
         self.tokens = 0
 
     def request(self, prompt: Iterable[int]) -> EngineCoreRequest:
-        """One more, its prompt unlike all others from the first token on."""
+        """A new request whose prompt differs from all others from the first token on."""
         key, self.keys = self.keys, self.keys + 1
         service = ServiceLevel(tenant=f"key-{key % self.args.keys}")
         prompt_ids = array("I", [key, *prompt])
@@ -62,7 +62,7 @@ class Bench:
         self.scheduler.add(f"client-{request.key % self.args.clients}", request)
 
     def step(self, clock: Callable[[], float] = time.perf_counter) -> None:
-        """Schedule until two steps are in flight, then take in the oldest; only this is timed."""
+        """Schedule until two steps are in flight, then process the result of the older step. Only this is measured."""
         while self.scheduler.stats().running + len(self.scheduler.waiting) < self.args.sequences:
             self.add()
         start = clock()
@@ -77,7 +77,7 @@ class Bench:
         self.busy_s += clock() - start
 
     def fill(self, waiting: int) -> list[float]:
-        """Let so many wait; microseconds of CPU time of an add, in batches of the last of them."""
+        """Add ``waiting`` requests. Returns the CPU time per request in µs, for each of the last batches."""
         times, prompt = [], list(range(self.args.prompt - 1))
         while (left := waiting - len(self.scheduler.waiting)) > 0:
             requests = [self.request(prompt) for _ in range(min(left, _BATCH))]
@@ -88,7 +88,7 @@ class Bench:
         return times[-20:]
 
     def step_times(self, waiting: int) -> list[float]:
-        """Microseconds of CPU time of each of ``--steps`` steps, while so many wait."""
+        """CPU time in µs of each of ``--steps`` steps while ``waiting`` requests wait."""
         times = []
         for _ in range(self.args.steps):
             self.fill(waiting)
@@ -106,11 +106,11 @@ class Bench:
 
 
 def queues(args: argparse.Namespace) -> None:
-    """What steps and adds cost, by how many wait."""
+    """The cost of steps and of adding requests, by the number of waiting requests."""
     units = {"step p50": "µs", "step p99": "µs", "longest": "µs", "an add p50": "µs", "an add, mean": "µs"}
     report = Report("scheduler_queue", units, args.out)
     benches = {waiting: Bench(args) for waiting in args.waiting}
-    gc.collect()  # as in the engine's actor once it has started
+    gc.collect()  # as the engine's actor does after its start
     gc.freeze()
     gc.set_threshold(2_000, 5, 1_000_000)
     adds = {waiting: bench.fill(waiting + args.sequences) for waiting, bench in benches.items()}
@@ -129,13 +129,13 @@ def queues(args: argparse.Namespace) -> None:
 
 
 def drawn(plan: SchedulerOutput) -> ModelRunnerOutput:
-    """What a worker would return."""
+    """The result that a worker would return."""
     seq_ids = [seq_id for seq_id, samples in zip(plan.seq_ids, plan.samples, strict=True) if samples]
     return ModelRunnerOutput(plan.step, seq_ids, [1] * len(seq_ids), [100 + seq_id % 1000 for seq_id in seq_ids])
 
 
 def profile(bench: Bench) -> None:
-    """Share of each function in the time of the scheduler, by cProfile."""
+    """Print each function's share of the scheduler's time, measured by cProfile."""
     profiler = cProfile.Profile()
     profiler.runcall(bench.measure)
     stats = pstats.Stats(profiler)

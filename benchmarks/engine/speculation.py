@@ -52,7 +52,7 @@ LOADS = {
 
 @contextmanager
 def widened(inner: int) -> Iterator[Path]:
-    """The embedded model with ``inner`` channels in its MLPs, most of them without an effect."""
+    """The embedded model with ``inner`` channels in its MLPs. The added channels have no effect."""
     with tempfile.TemporaryDirectory() as folder:
         path = Path(folder) / "widened"
         shutil.copytree(EMBEDDED, path)
@@ -69,7 +69,7 @@ def widened(inner: int) -> Iterator[Path]:
 
 
 def run(llm: LLM, talks: list[list[dict[str, Any]]], params: SamplingParams) -> tuple[float, list[list[int]]]:
-    """(tokens a second, tokens of each answer), one request after the other."""
+    """(tokens per second, tokens of each answer), one request after the other."""
     started, answers = time.perf_counter(), []
     for talk in talks:
         (result,) = llm.chat([talk], params, progress=False)
@@ -97,7 +97,7 @@ def main() -> None:
                 ratios, rates, equal = [], [], 0
                 for at in range(args.repeats + 1):
                     (slow, expected), (fast, found) = run(plain, talks, params), run(guessing, talks, params)
-                    if at:  # the first round warms both up
+                    if at:  # the first round warms up both engines
                         ratios.append(fast / slow)
                         rates.append((slow, fast))
                     equal = sum(one == other for one, other in zip(expected, found, strict=True))

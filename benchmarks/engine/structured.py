@@ -32,7 +32,7 @@ from raylm.messages import EngineInfo
 
 @asynccontextmanager
 async def in_process(model: str, **config: Any) -> AsyncIterator[httpx.AsyncClient]:
-    """A client of the whole server but for Ray, on this event loop."""
+    """A client of the whole server without Ray, on this event loop."""
     settings = Config.model_validate({"model": model, "engine": {"executor": "local"}, **config})
     core = EngineCore(settings, LocalExecutor(settings))
     llm = AsyncLLM(settings)
@@ -53,7 +53,7 @@ async def in_process(model: str, **config: Any) -> AsyncIterator[httpx.AsyncClie
 async def grade(
     client: httpx.AsyncClient, model: str, kind: str, count: int, *, unbound: bool = False, at_once: int = 32
 ) -> tuple[Counter[str], list[str]]:
-    """(how many are right, cut and wrong; what is wrong) of ``count`` cases."""
+    """(counts of right, cut and wrong answers; descriptions of the errors) for ``count`` cases."""
     gate, found, faults = asyncio.Semaphore(at_once), Counter[str](), []
 
     async def one(seed: int) -> None:
@@ -79,7 +79,7 @@ async def grade(
 
 
 async def run(options: argparse.Namespace) -> int:
-    """Print a line for each kind; 1 if anything is wrong."""
+    """Print a line for each kind. Returns 1 if an answer is wrong."""
     if options.base_url:
         server: Any = httpx.AsyncClient(base_url=options.base_url, timeout=600)
     else:

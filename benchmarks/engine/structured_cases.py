@@ -1,4 +1,4 @@
-"""Random structured outputs, prompts that ask for them, and whether an answer is as it was asked for."""
+"""Random structured outputs: schemas, prompts that ask for them, and checks of the answers."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ ASKS = [
     "Call a tool for {}.", "I have {}, what now?", "Write {} for Ada, 34, from Oslo.", "Use {}: yes = {}.",
 ]  # fmt: skip
 PATTERNS = ["^[a-z]{2,6}$", "^[A-Z][a-z]{1,5} \\d{1,3}$", "^(ab|cd){1,3}$", "^#[0-9a-f]{6}$", "^\\w{3}-\\w{3}$"]
-FORMATS = ["date", "uuid", "ipv4"]  # "time" has any number of digits
+FORMATS = ["date", "uuid", "ipv4"]  # without "time", which allows any number of digits
 Schema = dict[str, Any]
 
 
@@ -30,7 +30,7 @@ def word(rng: random.Random) -> str:
 
 
 def scalar(rng: random.Random) -> Schema:
-    """A schema of a value that ends within a few tokens."""
+    """A schema of a short value."""
     low = rng.randint(-50, 1000)
     return rng.choice([
         {"type": "string", "maxLength": rng.randint(1, 24)},
@@ -60,7 +60,7 @@ def value(rng: random.Random, depth: int) -> Schema:
 
 
 def obj(rng: random.Random, depth: int) -> Schema:
-    """An object as strict mode wants it, or with properties that may be missing."""
+    """A schema of an object: of the kind that strict mode requires, or with optional properties."""
     keys = list(dict.fromkeys(word(rng) for _ in range(rng.randint(1, 5))))
     required = keys if rng.random() < 0.6 else rng.sample(keys, rng.randint(0, len(keys)))
     schema: Schema = {"type": "object", "properties": {key: value(rng, depth) for key in keys}}
@@ -80,7 +80,7 @@ def tool(rng: random.Random, place: int) -> Schema:
 
 @dataclass(frozen=True)
 class Case:
-    """A body to post, and what says why a finished choice of its answer is not as it was asked for."""
+    """A request body, and a check that describes the error in a finished choice of its answer."""
 
     body: dict[str, Any]
     fault: Callable[[dict[str, Any]], str | None]
@@ -99,7 +99,7 @@ def _body(rng: random.Random, **fields: Any) -> dict[str, Any]:
 
 
 def schema_fault(text: str, schema: Schema) -> str | None:
-    """Why a text is no JSON that fits the schema."""
+    """The reason why a text is not JSON that matches the schema, or None."""
     try:
         jsonschema.Draft202012Validator(schema).validate(json.loads(text))
     except (json.JSONDecodeError, jsonschema.ValidationError) as error:
@@ -190,6 +190,6 @@ def case(kind: str, seed: int) -> Case:
 
 
 def free(made: Case) -> Case:
-    """The same prompt without its form: what shows that faults are found."""
+    """The same prompt without the structured output, to prove that the check finds errors."""
     body = {key: value for key, value in made.body.items() if key not in ("response_format", "structured_outputs")}
     return Case(body | ({"tool_choice": "auto"} if "tools" in body else {}), made.fault)

@@ -46,7 +46,7 @@ SCHEMA = {
 
 
 def walk(path: Path, eos: int, report: Report) -> None:
-    """One row's costs, by part, and a sampler's steps."""
+    """Print the cost of one row by part, and the cost of the sampler's steps."""
     began = time.perf_counter()
     tokenizer = load_tokenizer(path, (eos,))
     print(f"{tokenizer.vocab_size:,} tokens, read in {time.perf_counter() - began:.2f} s")
@@ -81,7 +81,7 @@ def walk(path: Path, eos: int, report: Report) -> None:
 
 
 def step_costs(grammars: Grammars, grammar: str, size: int, count: int) -> list[float]:
-    """Least milliseconds without grammars, and with a grammar for each row."""
+    """The least milliseconds without grammars, and with a grammar for each row."""
     found = []
     for used in (None, grammar):
         batch, sampler = InputBatch(count, 64, 16, size, grammars), Sampler()

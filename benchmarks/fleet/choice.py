@@ -1,9 +1,10 @@
-"""What choosing an engine costs an ingress, beside hashing the prompt, in microseconds.
+"""The time an ingress needs to choose an engine, and to hash the prompt, in microseconds.
 
     python -m benchmarks.fleet.choice --engines 8 --tokens 8192
 
-Other ingresses have requests on each engine. Each holds a part of the prompt, of another length, or (``--same``) all
-the same part. The least of several rounds counts, as others use the machine.
+Other ingresses have requests on each engine. Each engine has a part of the prompt in its cache, each of another length,
+or with ``--same`` all the same part. The result is the least of several rounds, because other processes share the
+machine.
 """
 
 from __future__ import annotations
@@ -33,7 +34,7 @@ BLOCK = 16
 
 
 async def measure(engines: int, tokens: int, same: bool, rounds: int) -> dict[str, float]:
-    """The choice as a whole, hashing alone, and sending to the chosen one."""
+    """Measure the whole choice, hashing alone, and sending to the chosen engine."""
     prompt = list(range(tokens))
     router = Router(lambda outputs: [], lambda keys, error: None, lambda key: None)
     hashes = hashed(prompt)
@@ -63,14 +64,14 @@ async def measure(engines: int, tokens: int, same: bool, rounds: int) -> dict[st
 
 
 def hashed(prompt: list[int]) -> list[bytes]:
-    """As a KVCacheManager would hash it."""
+    """The block hashes of a prompt, as KVCacheManager computes them."""
     hasher, found = ChainedHasher(BLOCK), list[bytes]()
     hasher.extend(found, hasher.root("", None), prompt, len(prompt) // BLOCK)
     return found
 
 
 def least(call: Callable[[], object], rounds: int) -> float:
-    """Microseconds."""
+    """The least time of a call in microseconds."""
     found = []
     for _ in range(rounds):
         begun = time.perf_counter()

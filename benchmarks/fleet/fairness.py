@@ -1,13 +1,14 @@
-"""What sharing by keys costs, and what it gives, in `raylm simulate`.
+"""The cost and the effect of fair sharing between keys, in `raylm simulate`.
 
     python -m benchmarks.fleet.fairness --seeds 3
 
-- work: one engine with more to do than it can, of 8 keys with a few prefixes each: tokens a second and hit rate of the
-  fair queue, of first come, first served, and of the longest cached prefix first.
-- beside a flooder: TTFT of a key whose requests come at a seventh of what an engine can do, beside one that asks for
-  more than all; and on an engine of half the speed by itself, which is its share. Tokens/s are of both keys.
-- shares: what two keys get of each of four engines, and of all, while both have requests waiting. One asks for short
-  prompts and long answers, the other for long prompts and short answers.
+- work: one overloaded engine and 8 keys with a few prefixes each. Prints tokens per second and hit rate of the fair
+  queue, of first come, first served, and of the longest cached prefix first.
+- beside a flooder: TTFT of a key that asks for a seventh of an engine's capacity, beside a key that asks for more than
+  the whole capacity; and TTFT on a separate engine of half the speed, which is the key's share. Tokens/s are of both
+  keys.
+- shares: the share of each of two keys on each of four engines, and on all engines, while both keys have requests
+  waiting. One key sends short prompts with long answers, the other long prompts with short answers.
 """
 
 from __future__ import annotations
@@ -24,11 +25,11 @@ from raylm.simulate.ingress import Served
 from raylm.simulate.trace import SimulatedRequest
 
 BLOCK = 16
-PROMPT_WEIGHT, DRAWN_WEIGHT = 1, 2  # as the fair queue charges
+PROMPT_WEIGHT, DRAWN_WEIGHT = 1, 2  # the fair queue's charges
 
 
 class LongestPrefixFirst(WaitingQueue):
-    """Of all that wait the one with most in the cache starts; of equals the first that came."""
+    """Starts the waiting request with the longest cached prefix, and among equal requests the oldest."""
 
     def __init__(self, forecast: Forecast) -> None:
         super().__init__()
@@ -48,7 +49,7 @@ def fleet(policy: str = "fair", engines: int = 1, slowness: float = 1.0, steps: 
 def asked(
     rng: random.Random, at: float, key: str, prompt: tuple[int, int], output: tuple[int, int], prefix: int = 0
 ) -> SimulatedRequest:
-    """A prompt of ``prompt`` tokens of its own behind 1,024 of a ``prefix``, if there is one."""
+    """A request with ``prompt`` own tokens, after 1,024 tokens of ``prefix`` number, if it is not 0."""
     shared = [prefix] * 1024 if prefix else []
     tokens = shared + [1 + rng.getrandbits(30)] * rng.randint(*prompt)
     return SimulatedRequest(at, tokens, [tokens[-1]], rng.randint(*output), key)
@@ -106,8 +107,8 @@ def beside(seed: int, requests: int) -> dict[str, dict[str, float]]:
 
 
 def shares(seed: int, requests: int) -> dict[str, dict[str, float]]:
-    """Percent of what was served, as it is charged, while both keys have requests waiting at an engine."""
-    rng, requests = random.Random(seed), 3 * requests  # four engines have to have some waiting for a while
+    """Percent of the charged service while both keys have requests waiting at an engine."""
+    rng, requests = random.Random(seed), 3 * requests  # so that all four engines have waiting requests for a while
     load = [asked(rng, 0.002 * n, "drawing", (32, 128), (128, 384)) for n in range(requests)]
     load += [asked(rng, 0.002 * n, "reading", (1024, 3072), (8, 32)) for n in range(requests)]
     load.sort(key=lambda one: one.at)
@@ -126,7 +127,7 @@ def _both_wait_until(served: list[Served]) -> float:
 
 
 def _share(served: list[Served], begin: float, end: float) -> float:
-    """Of one of the keys, in percent of all that is charged."""
+    """The percentage of one key in the charged service."""
     drawing, reading = (
         sum(charged(one, begin, end) for one in served if one.key == key) for key in ("drawing", "reading")
     )
@@ -134,7 +135,7 @@ def _share(served: list[Served], begin: float, end: float) -> float:
 
 
 def charged(one: Served, begin: float, end: float) -> float:
-    """What of a request was served in a time, its answer as if it came evenly."""
+    """The charge for the part of a request between ``begin`` and ``end``, as if its answer came evenly."""
     prompt = one.prompt_tokens - one.cached_tokens if begin <= one.first_s <= end else 0
     within = max(0.0, min(end, one.last_s) - max(begin, one.first_s)) / max(1e-9, one.last_s - one.first_s)
     return PROMPT_WEIGHT * prompt + DRAWN_WEIGHT * one.output_tokens * within

@@ -1,6 +1,7 @@
-"""Other policies of the field as members of the Router's family: each only chooses, all else is RayLM's.
+"""Routing policies of other projects as subclasses of Router. They replace only the choice.
 
-Each knows what the Router knows: its own requests at once, others' load and the engines' blocks as they were told.
+They know what the Router knows: the ingress's own requests immediately, the load of other ingresses and the engines'
+blocks with delay.
 """
 
 from __future__ import annotations
@@ -13,11 +14,11 @@ from raylm.frontend import RoutedEngine, Router
 from raylm.frontend.engines.routed_engine import PromptBlocks
 from raylm.frontend.engines.router import Choice
 
-BLOCK = 64  # tokens that the policies below count as one
+BLOCK = 64  # tokens in a block for the policies below
 
 
 class RoundRobin(Router):
-    """One after the other."""
+    """Chooses the engines in turn."""
 
     turn = 0
 
@@ -27,7 +28,7 @@ class RoundRobin(Router):
 
 
 class _Scored(Router, ABC):
-    """The least score wins; among equals any."""
+    """Chooses the engine with the lowest score, at random among equals."""
 
     def choose(self, prompt: PromptBlocks, engines: list[RoutedEngine], uncached: list[int]) -> Choice:
         scores = [self.score(engine, one, prompt.length) for engine, one in zip(engines, uncached, strict=True)]
@@ -35,7 +36,7 @@ class _Scored(Router, ABC):
 
     @abstractmethod
     def score(self, engine: RoutedEngine, uncached: int, tokens: int) -> float:
-        """Of an engine that would have to compute ``uncached`` of the prompt's ``tokens``."""
+        """The score of an engine that must compute ``uncached`` of the prompt's ``tokens``."""
 
 
 def _open(engine: RoutedEngine) -> int:
@@ -43,20 +44,23 @@ def _open(engine: RoutedEngine) -> int:
 
 
 def _blocks(engine: RoutedEngine) -> float:
-    """Held by its open requests, by what this ingress knows of its own; others' are taken for as large."""
+    """Blocks of an engine's open requests.
+
+    Requests of other ingresses are assumed to have the average size of own requests.
+    """
     own = sum(len(one.blocks) for one in engine.open.values()) * engine.client.info.worker.block_size / BLOCK
     return own * _open(engine) / engine.sequences if engine.sequences else 0.0
 
 
 class LeastOpen(_Scored):
-    """Least own requests, and among those least of others."""
+    """Chooses the engine with the fewest own requests, and among equals with the fewest requests of others."""
 
     def score(self, engine: RoutedEngine, uncached: int, tokens: int) -> float:
         return engine.sequences + engine.stats.others.sequences / 1e6
 
 
 class DynamoLinear(_Scored):
-    """Prefill blocks, those queued included, and blocks that decode."""
+    """Scores by prefill blocks, including queued requests, plus decode blocks."""
 
     def score(self, engine: RoutedEngine, uncached: int, tokens: int) -> float:
         queued = engine.queued_tokens + engine.stats.others.queued_tokens
@@ -64,7 +68,7 @@ class DynamoLinear(_Scored):
 
 
 class DynamoLmetric(_Scored):
-    """The product of the two."""
+    """Scores by the product of prefill and decode blocks."""
 
     def score(self, engine: RoutedEngine, uncached: int, tokens: int) -> float:
         queued = engine.queued_tokens + engine.stats.others.queued_tokens
@@ -72,7 +76,7 @@ class DynamoLmetric(_Scored):
 
 
 class LlmD(_Scored):
-    """llm-d's weights with precise prefixes: twice the share that is cached, KV headroom, and the queue."""
+    """llm-d's weights with precise prefixes: cached share (twice), free KV cache, and queue length."""
 
     def choose(self, prompt: PromptBlocks, engines: list[RoutedEngine], uncached: list[int]) -> Choice:
         self._most = max(1, *map(_open, engines))
@@ -84,7 +88,10 @@ class LlmD(_Scored):
 
 
 class Smg(_Scored):
-    """SGLang's gateway by events: the longest prefix, unless own requests are out of balance by 10 and half as many."""
+    """SGLang's gateway with events: the longest cached prefix.
+
+    If the numbers of own requests differ by more than 10 and by more than half, it chooses the engine with the fewest.
+    """
 
     def choose(self, prompt: PromptBlocks, engines: list[RoutedEngine], uncached: list[int]) -> Choice:
         own = [engine.sequences for engine in engines]
@@ -96,9 +103,10 @@ class Smg(_Scored):
 
 
 class Approximate(Router):
-    """SGLang's gateway without events: the longest prefix among what it sent itself, if that is half of the prompt.
+    """SGLang's gateway without events: the longest prefix among its own requests, if it is half of the prompt.
 
-    Else where it sent least, by tokens; and the least own requests where these are out of balance as above.
+    Otherwise it chooses the engine that got the fewest tokens. If the numbers of own requests are out of balance, it
+    chooses the engine with the fewest.
     """
 
     def __init__(self, *args: Any, **options: Any) -> None:

@@ -21,11 +21,11 @@ from raylm.simulate import LOADS, Fleet, LoadSettings, simulate, ttft_ms
 
 BLOCK, BLOCKS = 64, 4000
 Case = tuple[str, int, float]
-"""Load, ingresses, age of what is known."""
+"""Load, number of ingresses, age of the known state."""
 
 
 def fleet(args: argparse.Namespace, ingresses: int, stale: float) -> Fleet:
-    """As many equal engines as asked for, the first one slower if that is asked for."""
+    """The number of equal engines in the options. With ``--slow`` the first engine is slower."""
     groups = [
         {"count": 1, "slowness": args.slow, "num_blocks": BLOCKS},
         {"count": args.engines - 1, "num_blocks": BLOCKS},
@@ -45,7 +45,7 @@ def measure(policy: str, case: Case, args: argparse.Namespace, seed: int) -> lis
 
 
 def summary(found: dict[tuple[str, Case], list[float]]) -> None:
-    """RayLM's mean and p99 over the best policy's of each, and over its own with one ingress."""
+    """RayLM's mean and p99 divided by the best policy's, and by RayLM's own with one ingress."""
     cases = dict.fromkeys(case for policy, case in found if policy == "RayLM")
     policies = dict.fromkeys(policy for policy, _ in found)
     print(f"{'load, ingresses, stale s':32}{'/best mean':>12}{'/best p99':>12}{'/one mean':>12}{'/one p99':>12}")

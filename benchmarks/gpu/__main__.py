@@ -63,22 +63,22 @@ _WARM_UP = 4
 
 
 class Decoding(Steps):
-    """Sequences that decode behind a context that was never computed: its keys and values are zeros.
+    """Sequences that decode after a context that is not computed: its keys and values are zeros.
 
-    Two steps are under way at a time, as in the engine.
+    Two steps are in flight at a time, as in the engine.
     """
 
     under_way: Callable[[], object]
     params = SamplingParams(temperature=0.0)
 
     def start(self, batch: int, context: int, more: int) -> list[Any]:
-        """Take ``batch`` sequences in; their first token is computed."""
+        """Add ``batch`` sequences and compute their first token."""
         new = [replace(seq, params=self.params) for seq in self.sequences(batch, context + 1, more)]
         self.run([], new, [(seq.seq_id, context, 1) for seq in new])
         return new
 
     def decode_on(self, new: list[Any], at: int) -> None:
-        """Launch one step more for all of them, ``at`` tokens behind their context; wait for the one before it."""
+        """Launch the next step for all sequences, ``at`` tokens after their context. Wait for the step before it."""
         before, self.under_way = self.under_way, self.runner.launch(self.plan([], [], [(s.seq_id, at, 1) for s in new]))
         before()
 
@@ -88,11 +88,11 @@ class Decoding(Steps):
 
 
 def _nothing() -> None:
-    """There is no step under way."""
+    """The wait function while no step is in flight."""
 
 
 def decode_row(runner: ModelRunner, info: WorkerInfo, batch: int, context: int, args: Any, peak: float) -> dict:
-    """Figures of decoding ``batch`` sequences behind ``context`` tokens."""
+    """Figures of decoding ``batch`` sequences after ``context`` tokens."""
     device = torch.device(info.device)
     kv_bytes = info.kv_cache_bytes / (info.num_blocks * info.block_size) * batch * context
     row: dict[str, Any] = {"batch": batch, "context": context}
@@ -121,7 +121,7 @@ def decode_row(runner: ModelRunner, info: WorkerInfo, batch: int, context: int, 
 
 
 def timed(steps: Decoding, batch: int, context: int, count: int, device: torch.device) -> tuple[float, Any]:
-    """Seconds of each of ``count`` steps, one after the other, and the trace of a few more."""
+    """Seconds of each of ``count`` consecutive steps, and a trace of a few more."""
     more = 2 * (count + _WARM_UP)
     steps.under_way = _nothing
     new = steps.start(batch, context, more)
@@ -141,7 +141,7 @@ def timed(steps: Decoding, batch: int, context: int, count: int, device: torch.d
 
 
 def prefill_row(runner: ModelRunner, info: WorkerInfo, tokens: int, args: Any, peak: float) -> dict:
-    """Figures of a prompt of ``tokens`` in one step; its operations are those of the linear layers and of attention."""
+    """Figures of a prompt of ``tokens`` in one step. The operations are those of the linear layers and of attention."""
     steps = Steps(runner, info.block_size, info.vocab_size)
     taken = statistics.median(list(steps.prefill(tokens, max(3, args.steps // 8)))[1:])
     sizes, embedding = SHAPES[args.model], embedding_size(args.model)
@@ -157,7 +157,7 @@ def prefill_row(runner: ModelRunner, info: WorkerInfo, tokens: int, args: Any, p
 
 
 def mixed_row(runner: ModelRunner, info: WorkerInfo, batch: int, context: int, tokens: int, args: Any) -> dict:
-    """Figures of steps in which ``batch`` sequences decode behind ``context`` tokens and a prompt is computed."""
+    """Figures of steps that decode ``batch`` sequences after ``context`` tokens and compute a prompt."""
     steps = Decoding(runner, info.block_size, info.vocab_size)
     count = max(3, args.steps // 8)
     new = steps.start(batch, context, 2 * count + 2)
@@ -177,7 +177,7 @@ def mixed_row(runner: ModelRunner, info: WorkerInfo, batch: int, context: int, t
 
 
 def generate_row(model: Any, batch: int, args: Any, device: torch.device) -> dict:
-    """transformers' own generate, greedy: what each further token of a batch costs."""
+    """transformers' own greedy generate: the time of each further token of a batch."""
     prompt = torch.randint(model.config.vocab_size, (batch, min(args.context)), device=device)
     mask = torch.ones_like(prompt)
 
@@ -190,7 +190,7 @@ def generate_row(model: Any, batch: int, args: Any, device: torch.device) -> dic
 
 
 def vllm_rows(path: Path, args: Any) -> Iterator[dict]:
-    """vLLM's offline engine on the same weights: what each further token of a batch costs, greedy and sampled."""
+    """vLLM's offline engine on the same weights: the time of each further token of a batch, greedy and sampled."""
     if "vllm" not in args.phases:
         return
     if importlib.util.find_spec("vllm") is None:
@@ -210,14 +210,14 @@ def vllm_rows(path: Path, args: Any) -> Iterator[dict]:
                 ends = {"max_tokens": new, "min_tokens": new, "ignore_eos": True, "detokenize": False}
                 engine.generate(asked, vllm.SamplingParams(temperature=heat, **ends), use_tqdm=False)
 
-            cpu = torch.device("cpu")  # generate waits for itself
+            cpu = torch.device("cpu")  # generate waits for the device itself
             each = (seconds(lambda call=run: call(1 + more), cpu, 1) - seconds(lambda call=run: call(1), cpu, 1)) / more
             row[f"{name}_ms"] = 1e3 * each
         yield row | {"tok_s": 1e3 * batch / row["vllm_ms"]}
 
 
 def set_stages(stages: int | None) -> None:
-    """Let attention load so many tiles ahead."""
+    """Set the number of tiles that attention loads ahead."""
     if stages is None:
         return
     chosen = split_k.tile_of
@@ -283,14 +283,14 @@ def theirs(path: Path, args: Any, device: torch.device) -> Iterator[dict]:
 
 @contextmanager
 def checkpoint(shape: str, device: torch.device) -> Iterator[Path]:
-    """A folder with random weights, gone afterwards."""
+    """A temporary folder with random weights."""
     with tempfile.TemporaryDirectory(prefix="raylm-gpu-") as folder:
         make_checkpoint(Path(folder), shape, device)
         yield Path(folder)
 
 
 class Results:
-    """Prints rows as they come, and keeps them if there is a place for it."""
+    """Prints rows immediately, and stores them if there is a folder."""
 
     def __init__(self, folder: Path | None) -> None:
         self._started = time.perf_counter()
@@ -310,7 +310,7 @@ class Results:
 
 
 def release(device: torch.device) -> None:
-    """Free memory that is no longer used."""
+    """Free unused memory."""
     gc.collect()
     synchronize(device)
     if device.type == "cuda":

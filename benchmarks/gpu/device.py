@@ -1,4 +1,4 @@
-"""What a device can do at best, and what it did: bandwidth, multiplications, launches, and the time it stood idle."""
+"""Measures a device's limits and its use: bandwidth, matrix multiplication, launches, and idle time."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ def synchronize(device: torch.device) -> None:
 
 
 def seconds(run: Callable[[], object], device: torch.device, repeats: int = 10) -> float:
-    """One run's time, the mean of several after one that is not counted."""
+    """Seconds of one run: the mean of ``repeats`` runs after one warm-up."""
     run()
     synchronize(device)
     started = time.perf_counter()
@@ -29,7 +29,7 @@ def seconds(run: Callable[[], object], device: torch.device, repeats: int = 10) 
 
 
 def bandwidth(device: torch.device) -> float:
-    """Bytes per second, of a copy: what is read and what is written."""
+    """Bytes read and written per second by a copy."""
     size = 2 << 30 if device.type == "cuda" else 64 << 20
     source = torch.ones(size, dtype=torch.uint8, device=device)
     target = torch.empty_like(source)
@@ -37,7 +37,7 @@ def bandwidth(device: torch.device) -> float:
 
 
 def gemm_peak(device: torch.device) -> float:
-    """Floating-point operations per second of a large square product in bfloat16."""
+    """Floating-point operations per second of a large square matrix product in bfloat16."""
     size = 8192 if device.type == "cuda" else 512
     a, b = (torch.randn(size, size, device=device).bfloat16() for _ in range(2))
     return 2 * size**3 / seconds(lambda: a @ b, device)
@@ -45,7 +45,7 @@ def gemm_peak(device: torch.device) -> float:
 
 @dataclass(frozen=True)
 class Trace:
-    """Of one step: calls that launch something, calls that wait, and seconds in which the device computed."""
+    """The trace of one step: launching calls, waiting calls, and seconds in which the device computed."""
 
     launches: float
     waits: float
@@ -53,7 +53,7 @@ class Trace:
 
 
 def trace(run: Callable[[], object], steps: int, device: torch.device) -> Trace | None:
-    """What torch's profiler sees of ``steps`` runs, for each; None where there is no GPU."""
+    """The average trace of ``steps`` runs by torch's profiler. None without a GPU."""
     if device.type != "cuda":
         return None
     from torch.profiler import ProfilerActivity, profile

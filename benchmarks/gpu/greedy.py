@@ -1,4 +1,7 @@
-"""Whether the embedded model says on a GPU what it says on the CPU, and where not, how near a tie it was."""
+"""Checks that the embedded model's greedy answers on a GPU equal those on the CPU.
+
+For differences it measures the margin.
+"""
 
 from __future__ import annotations
 
@@ -11,19 +14,19 @@ TERMS = [
     "a token", "a KV cache", "a sequence", "a replica", "the scheduler", "paged attention", "prefix caching",
     "chunked prefill", "continuous batching", "an engine",
 ]  # fmt: skip
-# What the model was made for, and answers surely: the best token is 2.4 or more before the second.
+# Questions in the model's training domain. The best token's logit is at least 2.4 above the second.
 QUESTIONS = [
     *(f"What is {a} + {b}?" for a, b in zip(range(13, 23), range(58, 38, -2), strict=True)),
     *(f"What is {term}?" for term in TERMS),
 ]
-# What it was not made for: margins of 0.003 to 0.1 are among them, and bfloat16 alone moves one by 0.07 (its standard
-# deviation between two ways to compute on a CPU).
+# Prompts outside the training domain. Some margins are 0.003 to 0.1. In bfloat16 alone a margin differs by 0.07
+# (standard deviation between two ways to compute on a CPU).
 BEGINNINGS = [f"{a} plus {b} is" for a, b in zip(range(3, 23), range(40, 60), strict=True)]
 _TOKENS = 24
 
 
 def answers(logprobs: int | None = None, **config: Any) -> dict[str, list[Completion]]:
-    """What the embedded model says, in bfloat16, to questions and behind beginnings."""
+    """The embedded model's answers in bfloat16 to QUESTIONS and BEGINNINGS."""
     params = SamplingParams(temperature=0.0, max_tokens=_TOKENS, logprobs=logprobs)
     with LLM("embedded", dtype="bfloat16", **config) as llm:
         results = {
@@ -34,16 +37,16 @@ def answers(logprobs: int | None = None, **config: Any) -> dict[str, list[Comple
 
 
 def greedy_rows(device: str, **config: Any) -> list[dict[str, Any]]:
-    """How many answers are the CPU's, token by token, and for those that part from them the CPU's margin where they do.
+    """The number of answers equal to the CPU's, and for other answers the CPU's margin at the first different token.
 
-    A margin is how far the best logit is before the second.
+    A margin is the difference between the best and the second logit.
     """
     here, there = answers(2, device="cpu"), answers(device=device, **config)
     return [{"greedy": name} | compare(here[name], there[name]) for name in here]
 
 
 def compare(wanted: list[Completion], got: list[Completion]) -> dict[str, Any]:
-    """The same, of some answers and what they should be."""
+    """The figures of ``greedy_rows`` for some answers and their expected answers."""
     margins: list[float] = []
     for one, other in zip(wanted, got, strict=True):
         pairs = enumerate(zip(one.token_ids, other.token_ids, strict=False))
@@ -55,7 +58,7 @@ def compare(wanted: list[Completion], got: list[Completion]) -> dict[str, Any]:
 
 
 def margin(completion: Completion, at: int) -> float:
-    """How far the best logit was before the second, at one token."""
+    """The difference between the best and the second logit at one token."""
     assert completion.logprobs is not None
     best = sorted(logprob for _, logprob in completion.logprobs[at].top)
     return best[-1] - best[-2]

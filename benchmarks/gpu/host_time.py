@@ -21,7 +21,7 @@ from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
-os.environ["XFORMERS_ENABLE_TRITON"] = "1"  # there is no GPU, by which xformers would know
+os.environ["XFORMERS_ENABLE_TRITON"] = "1"  # xformers cannot detect a GPU here
 
 import numpy as np
 import torch
@@ -46,7 +46,7 @@ BLOCK = 64
 
 
 class StubDriver:
-    """Triton's driver of an H100 on which nothing is launched; ``launches`` counts what would have been."""
+    """Triton's driver of an H100 that launches nothing. ``launches`` counts the calls."""
 
     def __init__(self) -> None:
         self.launches = 0
@@ -88,7 +88,7 @@ def stubbed() -> Iterator[StubDriver]:
 
 
 def mixed_step(decodes: int, context: int, prompt: int, blocks: int) -> StepInputs:
-    """``decodes`` sequences behind ``context`` tokens, and a prompt."""
+    """A step with ``decodes`` sequences after ``context`` tokens, and a prompt."""
     counts = np.array([1] * decodes + [prompt], np.int32)
     ends = np.array([context + 1] * decodes + [prompt], np.int32)
     starts = np.concatenate([[0], np.cumsum(counts)]).astype(np.int32)
@@ -101,7 +101,7 @@ def mixed_step(decodes: int, context: int, prompt: int, blocks: int) -> StepInpu
 def step_row(
     model: CausalLM, backend: type[TiledBackend], stub: StubDriver, args: argparse.Namespace
 ) -> dict[str, float]:
-    """Milliseconds of the thread on the CPU, layer by layer and replayed, by turns."""
+    """Milliseconds of CPU thread time of a step layer by layer and of a replayed step, measured alternately."""
     limits = StepLimits(args.prompt + args.decodes, args.decodes + 1, 4096 // BLOCK, BLOCK)
     pools = [
         torch.zeros(backend.kv_cache_shape(4, BLOCK, spec), dtype=torch.bfloat16) for spec in model.attention_specs

@@ -1,4 +1,4 @@
-"""Checkpoints of well-known shapes with random weights, made on the device: speed does not ask what they say."""
+"""Checkpoints with the shapes of well-known models and random weights, made on the device."""
 
 from __future__ import annotations
 
@@ -64,7 +64,7 @@ _SHARD_BYTES = 4 << 30
 
 
 def embedding_size(shape: str) -> int:
-    """Weights of the embedding, and of a head that is not tied to it."""
+    """Weights of the embedding, plus the head if the head is separate."""
     return int(SHAPES[shape]["vocab_size"] * SHAPES[shape]["hidden_size"])
 
 
@@ -86,7 +86,7 @@ def make_checkpoint(path: Path, shape: str, device: torch.device) -> None:
 
 
 def _write(path: Path, names: dict[str, torch.Size], device: torch.device) -> None:
-    """Norms are 1, all else is drawn; a few GiB at a time go through the host."""
+    """Norms are 1, other weights are random. A few GiB at a time are copied through the host."""
     generator = torch.Generator(device).manual_seed(0)
     index: dict[str, str] = {}
     shard: dict[str, torch.Tensor] = {}

@@ -1,12 +1,13 @@
-"""Memory of an ingress before, while and after it gives its largest answers, of each kind many, eight at once.
+"""Memory of an ingress before, during and after its largest answers, many of each kind, eight at a time.
 
     python -m benchmarks.http.answer_memory                    # 200 of each kind; /tokenize takes half an hour
     python -m benchmarks.http.answer_memory --only kv --answers 16
     python -m benchmarks.http.answer_memory --check            # the exit status is 1 above 1.3 times
 
-The HTTP app and AsyncLLM are the real ones, as in benchmarks.http.event_loop, in a process of their own; curl takes the
-answers. "before" is measured after one small answer of the kind, "warm" three seconds after the first eight large ones,
-which fill what is kept on purpose (48 MiB of ended requests' timelines, texts of tokens), "after" behind the last one.
+The HTTP app and AsyncLLM are the real ones, as in benchmarks.http.event_loop, in a separate process; curl reads the
+answers. "before" is measured after one small answer of the kind. "warm" is measured three seconds after the first eight
+large answers, which fill the caches (48 MiB of ended requests' timelines, texts of tokens). "after" is measured after
+the last answer.
 """
 
 from __future__ import annotations
@@ -29,7 +30,7 @@ from raylm.engine.scheduler import MOST_LISTED
 from raylm.messages import EngineSnapshot, EngineStats
 
 AT_ONCE = 8
-MOST = 1.3  # times the warm memory
+MOST = 1.3  # maximum memory relative to the warm memory
 SETTLE_S = 3.0
 _BEAT_S = 0.02
 _PAGES_PER_MIB = 2**20 / os.sysconf("SC_PAGESIZE")
@@ -37,7 +38,7 @@ _PAGES_PER_MIB = 2**20 / os.sysconf("SC_PAGESIZE")
 
 @dataclass(frozen=True)
 class Kind:
-    """``make`` gives a body of about as many things as it is asked for, None for a GET; ``size`` is the largest."""
+    """A kind of answer. ``make`` returns a body of a given size (None for a GET). ``size`` is the largest size."""
 
     name: str
     path: str
@@ -76,7 +77,7 @@ KINDS = (
 
 
 class FullEngine(InstantEngine):
-    """Lists as many blocks as an engine does at most, each a run of its own."""
+    """An engine that lists the maximum of blocks, each in a separate run."""
 
     async def snapshot(self) -> EngineSnapshot:
         blocks = list(range(0, 2 * MOST_LISTED, 2))
@@ -85,12 +86,12 @@ class FullEngine(InstantEngine):
 
 
 def memory_mib() -> float:
-    """What this process has of the machine's memory now."""
+    """This process's resident memory in MiB."""
     return int(Path("/proc/self/statm").read_text().split()[1]) / _PAGES_PER_MIB
 
 
 class Peak:
-    """The most memory in MiB that was seen since it was reset."""
+    """The maximum of memory in MiB since the last reset."""
 
     def __init__(self) -> None:
         self.most = 0.0
@@ -102,7 +103,7 @@ class Peak:
 
 
 async def ask(url: str, body: Path | None) -> int:
-    """The size of an answer in bytes, which is thrown away."""
+    """The size of an answer in bytes. The answer is discarded."""
     command = ["curl", "-sSf", "-o", "/dev/null", "-w", "%{size_download}", "-H", "Expect:"]
     if body is not None:
         command += ["-H", "Content-Type: application/json", "--data-binary", f"@{body}"]
@@ -144,7 +145,7 @@ async def measure(url: str, kind: Kind, answers: int, peak: Peak, folder: Path) 
 
 
 async def run(only: str, answers: int, out: Path | None) -> float:
-    """The most that a kind left, as a multiple of the warm memory."""
+    """The largest memory after a kind, relative to the warm memory."""
     units = dict.fromkeys(("answer", "before", "peak", "warm", "after"), "MiB") | {"after over warm": ""}
     report, worst, peak = Report("answer_memory", units, out), 0.0, Peak()
     async with front_end(FullEngine(VOCAB_SIZE)) as url:
@@ -165,7 +166,7 @@ def main() -> int:
     options.add_argument("--answers", type=int, default=200, help="of each kind")
     options.add_argument("--check", action="store_true", help=f"fail above {MOST} times the warm memory")
     args = options.parse_args()
-    with asyncio.Runner(loop_factory=uvloop.new_event_loop) as runner:  # as the ingress has it
+    with asyncio.Runner(loop_factory=uvloop.new_event_loop) as runner:  # the ingress's event loop
         worst = runner.run(run(args.only, args.answers, args.out))
     print(f"the most that is left: {worst:.2f} times")
     return int(args.check and worst > MOST)

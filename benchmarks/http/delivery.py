@@ -1,10 +1,10 @@
-"""How long a token takes from the worker that drew it to the client that reads it, with everything between them.
+"""The time from the end of a worker's step to the client's read of its token, with all processes between them.
 
     python -m benchmarks.http.delivery --model DIR [--clients 1 8 32] [--requests-per-client 2]
 
-Serves the model as configs/llama.yaml does (Ray, HAProxy), except that the worker notes when each step was over. A
-chunk that a client reads is counted from the last step before it: as long as what comes out is far below the time of a
-step, that is the step which drew it.
+Serves the model as configs/llama.yaml does (Ray, HAProxy), but the worker records the end of each step. The delay of a
+chunk is the time since the last step before it. This step is the right one as long as delays are much shorter than
+steps.
 """
 
 from __future__ import annotations
@@ -41,7 +41,7 @@ UNITS = {"chunks": "", "a step": "ms", "p50": "ms", "p90": "ms", "p99": "ms"}
 
 
 class NotingWorker(ray_executor.WorkerActor):
-    """Writes down when each step was over."""
+    """Records the end of each step."""
 
     def start(self, port: int = 0) -> WorkerInfo:
         self._notes = os.open(os.environ[NOTES], os.O_WRONLY | os.O_APPEND)
@@ -54,20 +54,20 @@ class NotingWorker(ray_executor.WorkerActor):
 
 
 class NotingEngine(Engine):
-    """Importing this module, as its replicas do, replaces the workers by those that write down times."""
+    """An Engine whose replicas import this module, which replaces the worker class."""
 
 
 ray_executor.WorkerActor = NotingWorker  # type: ignore[misc]
 
 
 def build_app(args: dict[str, Any]) -> Application:
-    """raylm.build_app with workers that write down times."""
+    """raylm.build_app with workers that record times."""
     raylm.app.Engine = NotingEngine  # type: ignore[attr-defined]
     return raylm.app.build_app(Config.model_validate(args))
 
 
 class NotingClient(Client):
-    """Writes down when each chunk came."""
+    """Records the time of each chunk."""
 
     def __init__(self, *args: Any) -> None:
         super().__init__(*args)
@@ -78,12 +78,12 @@ class NotingClient(Client):
             came = [time.time() async for _ in self.connection.stream("/v1/completions", self.body())]
         except ServerError as error:
             return Answer(error=error.message)
-        self.came += came[1:-1]  # the first waits for its prompt, the last has no token
+        self.came += came[1:-1]  # the first includes the prompt, the last has no token
         return Answer(tokens=self.max_tokens)
 
 
 async def load(url: str, model: str, clients: int, requests: int) -> list[float]:
-    """When the chunks of a closed loop came, in seconds since the epoch."""
+    """The times of the chunks of a closed loop, in seconds since the epoch."""
     async with Connection(url, timeout_s=600) as connection:
         client = NotingClient(connection, model, 128, 64)
         answers = await closed_loop(client.ask, clients, requests)
@@ -93,7 +93,7 @@ async def load(url: str, model: str, clients: int, requests: int) -> list[float]
 
 
 def delays(came: list[float], steps: list[float]) -> list[float]:
-    """Seconds from the last step before each chunk."""
+    """Seconds between each chunk and the last step before it."""
     return [at - steps[place - 1] for at in came if (place := bisect.bisect_left(steps, at))]
 
 

@@ -51,7 +51,7 @@ BEAT_S = 0.001
 
 
 class InstantEngine(EngineClient):
-    """Answers with tokens 300, 301, … in steps of one token a sequence, or with a vector, as fast as they are read."""
+    """Answers with tokens 300, 301, … in steps of one token per sequence, or with a vector, without delay."""
 
     def __init__(self, vocab_size: int) -> None:
         worker = WorkerInfo(64, 16, CONTEXT, vocab_size, "cpu", "float32", "cpu", 1, 0, 0)
@@ -59,7 +59,7 @@ class InstantEngine(EngineClient):
         self._steps: asyncio.Queue[EngineCoreOutputs] = asyncio.Queue()
 
     def add(self, request: EngineCoreRequest) -> None:
-        """Lay out all steps of the answer."""
+        """Prepare all steps of the answer."""
         if request.pooling is not None:
             self._steps.put_nowait(_vector(request.key))
             return
@@ -72,22 +72,22 @@ class InstantEngine(EngineClient):
             self._steps.put_nowait(step)
 
     def abort(self, keys: list[int]) -> None:
-        """There is nothing to stop."""
+        """Nothing to abort."""
 
     def stop(self, sequences: list[tuple[int, int]]) -> None:
-        """There is nothing to stop."""
+        """Nothing to stop."""
 
     def watch_blocks(self) -> None:
-        """There is no cache."""
+        """No cache."""
 
     async def take_parked(self, request: EngineCoreRequest) -> None:
-        """Nothing is parked here."""
+        """Nothing is parked."""
 
     async def load_adapter(self, adapter: LoRAAdapter) -> None:
-        """There is no model."""
+        """No model."""
 
     async def unload_adapter(self, name: str) -> None:
-        """There is no model."""
+        """No model."""
 
     async def snapshot(self) -> EngineSnapshot:
         raise EngineDiedError("Nothing is held here.")
@@ -98,7 +98,7 @@ class InstantEngine(EngineClient):
             await asyncio.sleep(0)
 
     async def close(self) -> None:
-        """There is nothing to leave."""
+        """Nothing to close."""
 
 
 def _step(key: int, n: int, step: int, last: bool, num_logprobs: int | None) -> EngineCoreOutputs:
@@ -116,7 +116,7 @@ def _step(key: int, n: int, step: int, last: bool, num_logprobs: int | None) -> 
 
 
 def _vector(key: int) -> EngineCoreOutputs:
-    vector = bytes(4 * WIDTH - 4) + b"\0\0\x80?"  # float32: noughts and a one
+    vector = bytes(4 * WIDTH - 4) + b"\0\0\x80?"  # float32: zeros and a one
     return EngineCoreOutputs([], [], [], [], [], [], [], EngineStats(), pooled=[(key, vector)])
 
 
@@ -127,7 +127,7 @@ def _logprobs(count: int, top: int) -> Logprobs:
 
 
 class LatenessProbe:
-    """Sleeps again and again, and notes the latest that it woke, in seconds."""
+    """Sleeps repeatedly, and records its longest delay in seconds."""
 
     def __init__(self) -> None:
         self.latest = 0.0
@@ -140,7 +140,7 @@ class LatenessProbe:
 
 
 async def send(url: str, path: Path) -> tuple[int, float]:
-    """Send the body in a file by curl; its status and the seconds it took."""
+    """Send the body in a file with curl. Returns the status and the seconds."""
     command = ["curl", "-sS", "-o", "/dev/null", "-w", "%{http_code}", "-H", "Expect:"]
     command += ["-H", "Content-Type: application/json", "--data-binary", f"@{path}", url]
     begun = time.perf_counter()
@@ -150,7 +150,10 @@ async def send(url: str, path: Path) -> tuple[int, float]:
 
 
 async def run(only: str, rounds: int, out: Path | None) -> tuple[float, bool]:
-    """Send every case ``rounds`` times; the worst of all cases' best, and whether each got the status it should."""
+    """Send every case ``rounds`` times.
+
+    Returns the largest of the cases' least delays, and whether each case had its expected status.
+    """
     report = Report("event_loop", {"body": "MB", "time": "s", "longest block": "ms"}, out)
     worst, right, probe = 0.0, True, LatenessProbe()
     async with front_end() as url:
@@ -170,7 +173,7 @@ async def run(only: str, rounds: int, out: Path | None) -> tuple[float, bool]:
 
 @asynccontextmanager
 async def front_end(engine: InstantEngine | None = None) -> AsyncIterator[str]:
-    """The app, served by uvicorn on this loop; its URL."""
+    """The app, served by uvicorn on this loop. Yields its URL."""
     config = Config.model_validate({"model": "embedded", "max_model_len": CONTEXT})
     llm = AsyncLLM(config)
     llm.add_engine(engine or InstantEngine(VOCAB_SIZE))
@@ -193,7 +196,7 @@ def write(body: Body, path: Path) -> None:
 
 
 async def measure(probe: LatenessProbe, url: str, path: Path, rounds: int) -> tuple[float, float, set[int]]:
-    """Send a body again and again: the least of its longest blocks, seconds of the last answer, and the statuses."""
+    """Send a body repeatedly. Returns the least of the longest delays, seconds of the last answer, and the statuses."""
     lates, statuses, seconds = [], set(), 0.0
     for _ in range(rounds):
         await asyncio.sleep(0.3)
@@ -205,7 +208,7 @@ async def measure(probe: LatenessProbe, url: str, path: Path, rounds: int) -> tu
 
 
 def main() -> int:
-    """Print a line a case; the exit status is 1 when one was answered otherwise than it should be."""
+    """Print a line for each case. The exit status is 1 if a case had an unexpected status."""
     options = parser(__doc__)
     options.add_argument("--only", default="", help="cases whose name holds this")
     options.add_argument("--rounds", type=int, default=3, help="times that each is sent; the best one counts")

@@ -1,4 +1,4 @@
-"""What event_loop.py sends: for each endpoint, bodies that are big in one way or another."""
+"""The requests of event_loop.py: bodies that are large in different ways, for each endpoint."""
 
 from __future__ import annotations
 
@@ -11,14 +11,14 @@ WORDS = "the quick brown fox jumps over a lazy dog and back "
 LONG_TEXT = (WORDS * 160)[:8_000]
 CHOICES: dict[str, Any] = {"n": 128, "max_tokens": 200, "logprobs": True, "top_logprobs": 20}
 
-Body = dict[str, Any] | str  # JSON already where Python's own encoder would take too long
+Body = dict[str, Any] | str  # str: already JSON, where Python's own encoder would be too slow
 
 
 @dataclass(frozen=True)
 class Case:
-    """One body, made when its turn comes, and the status that must answer it.
+    """One body, which is made when it is needed, and the expected status.
 
-    413 is said of what is not even parsed; 400, here, of what does not fit the context.
+    413 means that the body is not parsed. 400 means here that the prompt is longer than the context.
     """
 
     name: str
@@ -28,7 +28,7 @@ class Case:
 
 @dataclass(frozen=True)
 class Endpoint:
-    """A path and its cases, which go by its name."""
+    """A path and its cases by name."""
 
     name: str
     path: str
@@ -48,7 +48,7 @@ def messages(count: int) -> dict[str, Any]:
 
 
 def with_prompt(prompt: str) -> str:
-    """A body of /v1/completions whose prompt is JSON already."""
+    """A body of /v1/completions for a prompt that is already JSON."""
     return json.dumps(text(prompt="@")).replace('"@"', prompt)
 
 
@@ -106,7 +106,7 @@ ENDPOINTS = (
 
 
 def chosen(only: str) -> Iterator[tuple[str, str, Case]]:
-    """(name, path, case) of all whose name holds ``only``."""
+    """(name, path, case) of all cases whose name contains ``only``."""
     for endpoint in ENDPOINTS:
         for case in endpoint.cases:
             name = f"{endpoint.name}: {case.name}"

@@ -37,7 +37,7 @@ UNITS = {
 
 @dataclass
 class Outcome:
-    """One request: its status, whether a 200 was right, seconds to its first token, seconds to come back in."""
+    """One request: its status, whether a 200 was right, seconds to its first token, Retry-After seconds."""
 
     status: int
     right: bool = True
@@ -46,14 +46,14 @@ class Outcome:
 
 
 class Flood:
-    """Asks one server for completions of a handful of prompts."""
+    """Sends completions of a few prompts to one server."""
 
     def __init__(self, session: aiohttp.ClientSession, url: str, model: str, max_tokens: int) -> None:
         self._session, self._url, self._model, self._max_tokens = session, url, model, max_tokens
         self._wanted: list[str] = []
 
     async def learn(self) -> None:
-        """Let each prompt be answered alone."""
+        """Get the right answer to each prompt, one at a time."""
         for place in range(PROMPTS):
             async with self._session.post(f"{self._url}/v1/completions", json=self._body(place, False)) as response:
                 self._wanted.append((await response.json())["choices"][0]["text"])
@@ -83,7 +83,7 @@ Probe = tuple[int, float]  # status, seconds
 
 
 def watch_health(url: str, stop: Event, waits: multiprocessing.Queue[list[Probe]]) -> None:
-    """Ask /health again and again; put what was answered, and how late, into ``waits`` at the end."""
+    """Ask /health every 5 ms. At the end put (status, seconds) of each answer into ``waits``."""
     os.setsid()  # else Linux schedules it as a part of the flood (autogroups)
     found: list[Probe] = []
     connection = http.client.HTTPConnection(urlsplit(url).netloc, timeout=30)
@@ -98,7 +98,7 @@ def watch_health(url: str, stop: Event, waits: multiprocessing.Queue[list[Probe]
 
 
 def serve_floor(ports: multiprocessing.Queue[int]) -> None:
-    """Answer one connection's requests with 200, until it is closed; the port comes by ``ports``."""
+    """Answer the requests of one connection with 200 until it is closed. Sends the port by ``ports``."""
     os.setsid()
     with socket.create_server(("127.0.0.1", 0)) as server:
         ports.put(server.getsockname()[1])
@@ -109,7 +109,7 @@ def serve_floor(ports: multiprocessing.Queue[int]) -> None:
 
 
 async def flood(url: str, total: int, max_tokens: int) -> tuple[list[Outcome], float]:
-    """All outcomes, and the seconds until the last one."""
+    """All outcomes, and the seconds to the last outcome."""
     timeout = aiohttp.ClientTimeout(total=600)
     async with aiohttp.ClientSession(connector=aiohttp.TCPConnector(limit=0), timeout=timeout) as session:
         asking = Flood(session, url, await first_model(session, url), max_tokens)
@@ -122,7 +122,7 @@ async def flood(url: str, total: int, max_tokens: int) -> tuple[list[Outcome], f
 def report(
     outcomes: Sequence[Outcome], seconds: float, probes: Sequence[Probe], floor: Sequence[Probe], to: Report
 ) -> bool:
-    """Print the figures; whether there were only 200 and 429, all 200 right, and every probe answered 200."""
+    """Print the figures. Returns whether all statuses were 200 or 429, all 200 were right, and every probe got 200."""
     waits, healths = [wait for _, wait in probes], Counter(status for status, _ in probes)
     statuses = Counter(outcome.status for outcome in outcomes)
     wrong = sum(not outcome.right for outcome in outcomes)
@@ -145,7 +145,7 @@ def report(
 
 
 def main() -> int:
-    """Parse, flood, print; the exit status is 1 when an answer was wrong or neither 200 nor 429."""
+    """The exit status is 1 if an answer was wrong or had another status than 200 and 429."""
     options = parser(__doc__)
     options.add_argument("--url", default="http://127.0.0.1:8000")
     options.add_argument("--requests", type=int, default=1000)
@@ -157,7 +157,7 @@ def main() -> int:
 
 
 def measured(url: str, requests: int, max_tokens: int, to: Report) -> bool:
-    """One flood with its watchers; whether all was answered as it must be."""
+    """Run one flood with its probes. Returns whether every answer was as expected."""
     context = multiprocessing.get_context("spawn")
     stop, ports = context.Event(), context.Queue()
     server = context.Process(target=serve_floor, args=(ports,))

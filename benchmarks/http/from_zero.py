@@ -30,7 +30,7 @@ POLL_S = 0.02
 
 
 class ReadyEngine(threading.Thread):
-    """Waits for the next EngineCore; ``at`` is when it was ready."""
+    """Waits for the next EngineCore. ``at`` is the time when it was ready."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -49,7 +49,7 @@ def _cores() -> list[str]:
 
 
 def _begun() -> float:
-    """When the controller began to start the one engine."""
+    """The time when the controller began to start the engine."""
     details = ray_private.serve_details()
     assert details is not None
     (replica,) = details["applications"]["default"]["deployments"]["Engine"]["replicas"]

@@ -84,7 +84,7 @@ CASES: dict[str, tuple[str, dict[str, Any]]] = {
 def attack(
     url: str, model: str, case: str, begun: Event, stop: Event, told: multiprocessing.Queue[dict[int, int]]
 ) -> None:
-    """Send the case from ``begun`` until ``stop``; put how often each status came into ``told``."""
+    """Send the case from ``begun`` until ``stop``. Puts the count of each status into ``told``."""
     path, body = CASES[case]
     data, statuses = json.dumps({"model": model} | body), Counter[int]()
     begun.set()
@@ -101,7 +101,7 @@ def attack(
 
 
 async def streams(url: str, seconds: float) -> list[float]:
-    """The gaps between tokens of eight streams that run for so long, in seconds."""
+    """The seconds between tokens of eight streams that run for ``seconds``."""
     gaps: list[float] = []
     async with aiohttp.ClientSession(timeout=aiohttp.ClientTimeout(total=600)) as session:
         model, until = await first_model(session, url), time.perf_counter() + seconds
@@ -127,7 +127,7 @@ def measured(url: str, seconds: float) -> dict[str, float]:
 
 
 async def small_form(url: str, model: str, heavy: int) -> float:
-    """Milliseconds to the answer of a schema of one field beside so many forms that take long to compile."""
+    """Milliseconds to the answer for a schema of one field, while ``heavy`` schemas are compiled."""
     timeout, connections = aiohttp.ClientTimeout(total=300), aiohttp.TCPConnector(limit=0)
     async with aiohttp.ClientSession(url, timeout=timeout, connector=connections) as session:
 
@@ -150,7 +150,7 @@ async def small_form(url: str, model: str, heavy: int) -> float:
 
 @contextmanager
 def server(url: str | None) -> Iterator[str]:
-    """``url``, or that of a server of its own."""
+    """``url``, or the URL of a new server."""
     if url is not None:
         yield url
         return
@@ -168,7 +168,7 @@ async def _model(url: str) -> str:
 
 
 def beside(url: str, seconds: float, cases: list[str], report: Report) -> int:
-    """How many cases are beyond their limit."""
+    """The number of cases beyond their limit."""
     context, beyond, model = multiprocessing.get_context("spawn"), 0, asyncio.run(_model(url))
     measured(url, 2.0)
     for case in cases:
@@ -193,7 +193,7 @@ def beside(url: str, seconds: float, cases: list[str], report: Report) -> int:
 
 
 def main() -> int:
-    """The exit status is 1 if something is beyond its limit."""
+    """The exit status is 1 if a case is beyond its limit."""
     options = parser(__doc__)
     options.add_argument("--url")
     options.add_argument("--seconds", type=float, default=10.0)

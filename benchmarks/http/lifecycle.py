@@ -28,7 +28,7 @@ Times = defaultdict[str, list[float]]
 
 
 class Stream:
-    """A client that reads a long answer; ``ended_s`` is when its stream was over, for whatever reason."""
+    """A client that reads a long answer. ``ended_s`` is the time when its stream ended, for any reason."""
 
     def __init__(self, server: Server) -> None:
         self._url = f"{server.url}/v1/chat/completions"
@@ -55,7 +55,7 @@ def ask(server: Server) -> bool:
 
 
 def kill(server: Server, victim: str, times: Times) -> None:
-    """kill -9 of an actor while a client reads."""
+    """Kill an actor with SIGKILL while a client reads."""
     stream = Stream(server)
     started = time.perf_counter()
     server.kill_actor(victim)

@@ -1,15 +1,15 @@
-"""What it costs to observe: tokens per second with timelines and metrics, and with null objects in their places.
+"""The cost of observability: tokens per second with timelines and metrics, and with null objects in their place.
 
     python -m benchmarks.http.observing [--streams 64] [--pairs 4] [--rounds 3] [--requests 256] [--max-tokens 128]
 
-Two servers of the embedded model in processes of their own, which differ in nothing else, are loaded one after the
-other, round by round, the first one in turns; the other one is stopped meanwhile. Where a process came to lie in memory
-makes it faster or slower for its life, so there are several pairs of servers, one after the other. With all of it,
-there are records of requests and of the engine's events, and every series of /metrics, which are told to a state that
-replicas share every second, read over HTTP by this program every 5 s, and handed to Ray's gauges every 5 s (into one
-that keeps nothing). Engine, worker and ingress share a process here, so whatever delays one of them delays all: through
-Ray the cost is at most this. On a machine that others use too, trust the CPU time that the server's process took for a
-token.
+Two servers of the embedded model run in separate processes and differ in nothing else. They are loaded alternately, and
+the other server is stopped meanwhile. The memory layout of a process makes it faster or slower for its whole life, so
+several pairs of servers are measured.
+
+With observability, the server keeps records of requests and of engine events. Its series of /metrics are shared with
+the replicas' state every second, read over HTTP by this program every 5 s, and copied to Ray's gauges every 5 s (to a
+gauge that discards them). Engine, worker and ingress share one process here, so each of them delays the others. In Ray
+the cost is at most as high. On a shared machine, use the CPU time per token.
 """
 
 from __future__ import annotations
@@ -60,7 +60,7 @@ CONFIG = {
 
 
 class NoRecorder(Observer):
-    """In place of the EventRecorder."""
+    """Replaces the EventRecorder and records nothing."""
 
     def __init__(self, emit: object) -> None: ...
 
@@ -113,7 +113,7 @@ class NoGauge:
 
 
 async def serve(observed: bool) -> None:
-    """Until it is killed; prints its URL."""
+    """Serve until the process is killed. Prints the URL."""
     if not observed:
         engine_core.EventRecorder = NoRecorder  # type: ignore[misc,assignment]
         async_llm.Timelines, async_llm.Telemetry = NoTimelines, NoTelemetry  # type: ignore[misc]
@@ -136,7 +136,7 @@ async def serve(observed: bool) -> None:
 
 
 class Server:
-    """A process that stands still unless it is measured."""
+    """A process that is stopped except while it is measured."""
 
     def __init__(self, observed: bool) -> None:
         self.observed = observed
@@ -152,7 +152,7 @@ class Server:
 
     @property
     def cpu_s(self) -> float:
-        """What its process has taken so far."""
+        """CPU seconds of the process so far."""
         fields = Path(f"/proc/{self._process.pid}/stat").read_text().rpartition(")")[2].split()
         return sum(map(int, fields[11:13])) / os.sysconf("SC_CLK_TCK")
 
@@ -168,7 +168,7 @@ class Server:
 
 
 async def load(server: Server, streams: int, requests: int, max_tokens: int) -> float:
-    """Tokens per second that clients got."""
+    """Tokens per second received by clients."""
     todo = iter(range(requests))
     timeout, connector = aiohttp.ClientTimeout(600), aiohttp.TCPConnector(limit=0)
     async with aiohttp.ClientSession(timeout=timeout, connector=connector) as session:
@@ -204,7 +204,7 @@ async def load(server: Server, streams: int, requests: int, max_tokens: int) -> 
 
 
 def measure(server: Server, args: argparse.Namespace, requests: int) -> tuple[float, float]:
-    """Tokens per second, and microseconds of CPU for a token."""
+    """Tokens per second, and microseconds of CPU time per token."""
     server.signal(signal.SIGCONT)
     before = server.cpu_s
     try:

@@ -32,9 +32,9 @@ from raylm.client import Connection
 
 ROOT = Path(__file__).parents[2]
 START_LIMIT_S, IDLE_S = 240, 5
-MOST_THREADS = 24  # that are told
+MOST_THREADS = 24  # in the output
 _TICKS = os.sysconf("SC_CLK_TCK")
-# By what their command lines match, first come; the rest are "others".
+# regular expressions for command lines; the first match counts, all other processes are "others"
 PARTS = {
     "worker": r"^ray::WorkerActor",
     "EngineCore": r"^ray::EngineCoreActor",
@@ -61,7 +61,7 @@ def _members(root: int) -> Iterator[tuple[str, Path]]:
 
 
 def _times(folder: Path) -> tuple[str, float]:
-    """Name and CPU seconds of a process or a thread; none once it is gone."""
+    """Name and CPU seconds of a process or thread; zero after its end."""
     try:
         head, _, tail = (folder / "stat").read_text().rpartition(")")
     except OSError:
@@ -76,9 +76,9 @@ def _machine_busy() -> float:
 
 
 class Used:
-    """CPU seconds from its making until ``stop``, by part of the server below ``root``, also as "part/thread".
+    """CPU seconds from its creation until ``stop``, by part of the server below ``root``, and by "part/thread".
 
-    With those of this process, the client, and of the whole machine; and the seconds that have passed.
+    Also measures this process (the client), the whole machine, and the elapsed seconds.
     """
 
     def __init__(self, root: int, *, threads: bool = False) -> None:
@@ -123,7 +123,7 @@ async def load(server: Server, prompts: Prompts, clients: int, total: int) -> Lo
 
 
 def serve(server: Server, prompts: Prompts, clients: int, total: int, *, threads: bool) -> dict[str, float]:
-    """Figures of one load; CPU time of threads is told at once."""
+    """Figures of one load. Prints the CPU time of threads immediately."""
     used = Used(server.pid, threads=threads)
     figures = asyncio.run(load(server, prompts, clients, total)).figures()
     seconds = used.stop()
@@ -145,7 +145,7 @@ def idle(server: Server, out: Path | None) -> None:
 
 
 def offline(runner: RunnerEngine, prompts: Prompts, clients: int, total: int) -> float:
-    """Tokens per second when so many prompts come together, wave after wave."""
+    """Tokens per second of waves of ``clients`` prompts."""
     runner.begin()
     waves = -(-total // clients)
     seconds = sum(runner.generate(prompts.many(clients, PROMPT), SERVED_TOKENS) for _ in range(waves))

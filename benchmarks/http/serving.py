@@ -41,18 +41,18 @@ UNITS = {
 
 @dataclass
 class Load:
-    """The answers to one load, which took so many seconds."""
+    """The answers to one load, and its seconds."""
 
     seconds: float
     answers: list[Answer]
 
     @property
     def errors(self) -> list[str]:
-        """What went wrong, one for each request that failed."""
+        """The errors of the failed requests."""
         return [answer.error for answer in self.answers if answer.error]
 
     def figures(self) -> dict[str, float]:
-        """By metric (see ``UNITS``); where every request failed, only the counts."""
+        """Figures by metric (see ``UNITS``). If every request failed, only the counts."""
         good = [answer for answer in self.answers if answer.error is None]
         found = {"requests": float(len(self.answers)), "errors": float(len(self.errors))}
         if good:
@@ -64,7 +64,7 @@ class Load:
 
 
 class Client:
-    """Asks for completions of equal lengths; its prompts have as many words as tokens are asked for."""
+    """Sends completions of equal lengths. A prompt has as many words as the requested number of tokens."""
 
     def __init__(self, connection: Connection, model: str, prompt_tokens: int, max_tokens: int) -> None:
         self.connection, self.model = connection, model
@@ -83,7 +83,7 @@ class Client:
         }
 
     async def ask(self) -> Answer:
-        """One request; an error stands in its answer."""
+        """Send one request. The answer contains the error, if any."""
         return await ask(self.connection, "/v1/completions", self.body(), self.max_tokens)
 
 
@@ -94,7 +94,7 @@ async def closed_loop(ask: Callable[[], Awaitable[Answer]], concurrency: int, to
 
 
 async def open_loop(ask: Callable[[], Awaitable[Answer]], rate: float, total: int) -> list[Answer]:
-    """Send ``total`` requests at Poisson arrivals of ``rate`` per second, however many are still open."""
+    """Send ``total`` requests with Poisson arrivals at ``rate`` per second, without waiting for answers."""
     with tqdm(total=total, desc=f"rate {rate:g}/s", leave=False) as bar:
         answers, _ = await opened([ask] * total, poisson(rate, total, 1), bar.update)
         return answers
@@ -134,7 +134,7 @@ async def first_model(session: aiohttp.ClientSession, url: str) -> str:
 
 
 def main() -> int:
-    """Run the loads; the exit status is 1 when any request failed."""
+    """Run the loads. The exit status is 1 if a request failed."""
     options = parser(__doc__)
     options.add_argument("--url", default="http://127.0.0.1:8000")
     options.add_argument("--model", help="by default the first one that the server lists")

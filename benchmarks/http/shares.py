@@ -1,12 +1,12 @@
-"""TTFT of a key beside one that floods, over HTTP: two engines shared by two keys, and an engine for each.
+"""TTFT of a key beside a key that floods, over HTTP: with two engines shared by both keys, and with an engine for each.
 
     python -m benchmarks.http.shares --requests 120 --rate 3
 
-Of a fleet of two equal engines the share of one of two keys is one engine. So its share is what it has where each key
-has a server of its own with one engine, at the same time on the same machine; against that stand two engines that both
-keys share. The other key keeps ``--flood`` requests open, more than both engines run at once, --batch prompts in each.
-``--alone`` measures its own server also while nobody else asks anything, ``--fcfs`` the shared engines by first come,
-first served. Each engine has one thread. Where a request's time to the first token goes is told by its timeline.
+With two equal engines and two keys, the fair share of a key is one engine. So the baseline has a server with one engine
+for each key, at the same time on the same machine. It is compared with one server of two engines that both keys share.
+The flooding key keeps ``--flood`` requests open, more than both engines run at the same time, with --batch prompts in
+each. ``--alone`` also measures the quiet key's server without other load, ``--fcfs`` also the shared engines with first
+come, first served. Each engine has one thread. The timelines give the phases of the time to first token.
 """
 
 from __future__ import annotations
@@ -42,11 +42,11 @@ UNITS = {
     "flooder's queue p50": "ms", "flooder's answers": "",
 }  # fmt: skip
 OWN, SHARED, ALONE, FCFS = "an engine for each key", "two shared engines", "its engine alone", "shared engines, fcfs"
-_SAMPLE = 100  # timelines of a key that are looked at
+_SAMPLE = 100  # number of a key's timelines that are read
 
 
 def bodies(rng: random.Random, max_tokens: int, *, stream: bool) -> Iterator[dict[str, Any]]:
-    """Completions of prompts that have nothing in common."""
+    """Completions of prompts without common prefixes."""
     limits = {"max_tokens": max_tokens, "ignore_eos": True, "temperature": 0}
     for number in itertools.count():
         prompt = f"{number} " + " ".join(str(rng.randrange(1000)) for _ in range(rng.randint(10, 60)))
@@ -55,7 +55,7 @@ def bodies(rng: random.Random, max_tokens: int, *, stream: bool) -> Iterator[dic
 
 
 async def flood(url: str, args: argparse.Namespace, answered: list[int]) -> None:
-    """Keep requests open until cancelled; the statuses of their answers go to ``answered``."""
+    """Keep requests open until cancelled. Appends the statuses of their answers to ``answered``."""
     asked = bodies(random.Random(2), args.max_tokens, stream=False)
     headers = {"Authorization": f"Bearer {KEYS['flood']}"}
 
@@ -74,7 +74,7 @@ async def flood(url: str, args: argparse.Namespace, answered: list[int]) -> None
 
 
 async def phases_ms(url: str, name: str) -> list[dict[str, float]]:
-    """What the newest requests of a key spent in each phase, by the ingress's timelines."""
+    """The phases of a key's newest requests, from the ingress's timelines."""
     async with aiohttp.ClientSession(headers={"Authorization": f"Bearer {KEYS[name]}"}) as session:
 
         async def get(path: str) -> Any:
@@ -93,10 +93,10 @@ async def phases_ms(url: str, name: str) -> list[dict[str, float]]:
 
 
 async def measure(url: str, flooded: str | None, args: argparse.Namespace) -> tuple[list[Answer], dict[str, float]]:
-    """The quiet key's answers at ``url`` while the other key floods ``flooded``, and figures of phases and of it."""
+    """The quiet key's answers at ``url`` while the other key floods ``flooded``, and figures of phases and flood."""
     asked, answered = bodies(random.Random(1), args.max_tokens, stream=True), list[int]()
     async with Connection(url, KEYS["quiet"], timeout_s=120) as connection:
-        for _ in range(8):  # it learns how fast it is
+        for _ in range(8):  # the server learns its speed
             await ask(connection, "/v1/completions", next(asked))
         flooding = asyncio.create_task(flood(flooded, args, answered)) if flooded else None
         if flooding is not None:
@@ -124,11 +124,11 @@ async def measure(url: str, flooded: str | None, args: argparse.Namespace) -> tu
 
 
 def behind(pid: int) -> None:
-    """Let the clients go before the server that a process is of: they would be on another machine.
+    """Give the clients a higher priority than a server's process, because real clients run on other machines.
 
-    Linux divides the cores between sessions (autogroups), and one that seldom runs may wait for a second beside others.
+    Linux divides the cores between sessions (autogroups). A session that runs rarely may wait for a second.
     """
-    with suppress(OSError):  # there is none where sessions are not told apart
+    with suppress(OSError):  # no such file without autogroups
         Path(f"/proc/{pid}/autogroup").write_text("10")
 
 

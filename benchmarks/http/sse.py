@@ -36,7 +36,7 @@ ROUNDS = 3
 
 
 class ReadyLLM:
-    """Yields ``tokens`` tokens as fast as they are taken, letting the other streams run after each."""
+    """Yields ``tokens`` tokens without delay, and lets the other streams run after each."""
 
     sampling_defaults: dict[str, Any] = {}  # noqa: RUF012 - read only
     model_name, max_model_len, is_ready, fingerprint = "m", 1 << 20, True, "fp_0123456789abcdef"
@@ -46,7 +46,7 @@ class ReadyLLM:
         self.admission, self.adapters, self.timelines = Admission(), AdapterDirectory(), Timelines()
 
     def token_bytes(self, token_id: int) -> bytes:
-        """Not asked for here."""
+        """Not used here."""
         return b" token"
 
     async def prepare_chat(self, request: ChatRequest, params: SamplingParams) -> ChatPrompt:
@@ -63,7 +63,7 @@ class ReadyLLM:
 
 
 def plain_app(llm: ReadyLLM, dumps: Callable[[Any], bytes]) -> Starlette:
-    """The endpoint as one writes it first."""
+    """The endpoint in its simplest form."""
 
     async def events(request_id: str) -> AsyncIterator[bytes]:
         async for output in llm.generate([1, 2, 3], SamplingParams(), RequestHead(request_id=request_id)):
@@ -88,7 +88,7 @@ def json_bytes(value: Any) -> bytes:
 
 
 async def call(app: Starlette) -> int:
-    """One streamed chat through ``app`` in this process; returns the number of events that were sent."""
+    """Run one streamed chat through ``app`` in this process. Returns the number of events."""
     body = orjson.dumps({"model": "m", "stream": True, "messages": [{"role": "user", "content": "hi"}]})
     scope = {
         "type": "http", "method": "POST", "path": "/v1/chat/completions", "query_string": b"", "root_path": "",

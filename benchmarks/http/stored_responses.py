@@ -1,7 +1,7 @@
-"""What a put into a full store of responses takes, and how late renewals of leases come behind puts.
+"""The time of a put into a full store of responses, and the delay of lease renewals by puts.
 
-Puts of 1,000 bytes are timed where ``--kept`` responses are there, below the bound of bytes of their key, and at it,
-where each drops another response. A renewal is asked for every 50 ms meanwhile.
+Puts of 1,000 bytes are timed with ``--kept`` stored responses, below the byte limit of their key and at the limit,
+where each put removes another response. A lease is renewed every 50 ms meanwhile.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ EVERY_S = 0.05
 
 
 async def fill(store: ResponseStore, kept: int) -> None:
-    """Rows as puts leave them, in one transaction."""
+    """Insert rows like those of puts, in one transaction."""
     columns = "id, owner, status, record, used, place, size"
     rows = (
         (f"resp_{number * 7919 % kept:032x}", "a", "completed", RECORD, time.time(), number, SIZE)

@@ -1,7 +1,7 @@
-"""What spans and lines about every request cost an ingress: streams over a worker that is a function, in turns.
+"""The cost of spans and log lines for each request in an ingress: streams without a model, measured alternately.
 
-``a request`` is CPU time of the event loop's thread, ``process`` of the whole process, in which the spans are made and
-sent; the collector is another one. The rest of a stack without a model is the same in all cases.
+``a request`` is CPU time of the event loop's thread. ``process`` is CPU time of the whole process, which makes and
+sends the spans. The collector runs in another process. The rest of the stack is the same in all cases.
 """
 
 from __future__ import annotations
@@ -48,7 +48,7 @@ def config(**ingress: Any) -> Config:
 
 
 class Stack:
-    """An app over one engine without a model, and the observers that ``config`` asks for."""
+    """An app over one engine without a model, with the observers set in ``config``."""
 
     def __init__(self, config: Config) -> None:
         self._core = EngineCore(config, FakeExecutor(FakeWorker(model=FakeModel(8000, 10**9, 10**12))))
@@ -63,7 +63,7 @@ class Stack:
         self._llm.timelines.observers = open_observers(self._config, "bench", "ingress", self._llm.text_of)
 
     async def stop(self) -> int:
-        """Returns how many requests were not sent."""
+        """Returns the number of requests whose spans were not sent."""
         await self._llm.timelines.close(10)
         lost = sum(getattr(observer, "lost", 0) for observer in self._llm.timelines.observers)
         await self._llm.stop()
@@ -74,7 +74,7 @@ class Stack:
 
 
 async def ask(app: Any, tokens: int) -> int:
-    """Events of one streamed completion."""
+    """The number of events of one streamed completion."""
     body = orjson.dumps({"model": "embedded", "prompt": PROMPT, "max_tokens": tokens, "seed": 1, "stream": True})
     scope = {
         "type": "http", "method": "POST", "path": "/v1/completions", "raw_path": b"/v1/completions", "root_path": "",

@@ -44,11 +44,11 @@ import os
 parent = os.getppid()
 while os.getppid() == parent:
     sum(range(100_000))
-"""  # it ends with its parent
+"""  # the process ends with its parent
 
 
 class Steps:
-    """Plans as a scheduler would make them, over a pool that is large enough for all."""
+    """Makes plans as a scheduler does, over a pool that is large enough for all sequences."""
 
     def __init__(self, runner: ModelRunner, block_size: int, vocab_size: int) -> None:
         self.runner, self.block_size = runner, block_size
@@ -56,7 +56,7 @@ class Steps:
         self.step = 0
 
     def run(self, finished: list[int], new: list[NewSequence], rows: list[tuple[int, int, int]]) -> float:
-        """One step of (sequence, computed, scheduled) rows; returns its seconds."""
+        """Run one step of (sequence, computed, scheduled) rows. Returns its seconds."""
         plan = self.plan(finished, new, rows)
         started = time.perf_counter()
         self.runner.execute(plan)
@@ -72,7 +72,7 @@ class Steps:
         )  # fmt: skip
 
     def sequences(self, count: int, tokens: int, more: int) -> list[NewSequence]:
-        """Sequences of random tokens, with blocks for ``more`` tokens behind these."""
+        """Sequences of random tokens, with blocks for ``more`` further tokens."""
         blocks = -(-(tokens + more) // self.block_size)
         draw = torch.Generator().manual_seed(count)
         return [
@@ -101,7 +101,7 @@ class Steps:
 
 
 class EveryThread:
-    """Replaces a TeamSize: all threads take part in every step."""
+    """Replaces TeamSize: every step uses all threads."""
 
     def __init__(self, threads: int) -> None:
         self._threads = threads
@@ -110,12 +110,12 @@ class EveryThread:
         return self._threads
 
     def observe(self, tokens: int, seconds: float) -> None:
-        """Nothing is learnt."""
+        """Does nothing, because the size is fixed."""
 
 
 @contextmanager
 def busy(count: int) -> Iterator[None]:
-    """So many processes that compute all the time, for as long as the block takes."""
+    """Run ``count`` processes that compute all the time during the block."""
     processes: list[subprocess.Popen[bytes]] = []
     try:
         processes.extend(subprocess.Popen([sys.executable, "-c", _COMPUTE]) for _ in range(count))
@@ -128,7 +128,7 @@ def busy(count: int) -> Iterator[None]:
 
 
 def teams(runner: ModelRunner, threads: int, *, fixed: bool) -> Iterator[str]:
-    """Make each kind of team the one that steps take; yields what it is called."""
+    """Set each kind of team for the steps. Yields its name."""
     yield ""
     if not fixed:
         return
@@ -144,7 +144,10 @@ def teams(runner: ModelRunner, threads: int, *, fixed: bool) -> Iterator[str]:
 def time_case(
     runner: ModelRunner, seconds: Iterator[float], warm_up: int, least: dict[str, float]
 ) -> tuple[dict[str, float], str]:
-    """The median and the least of all steps of one case, and each part's share of them; ``least`` seconds of parts."""
+    """The median and the minimum of all steps of one case, and each part's share.
+
+    ``least``: bounds of the parts in seconds.
+    """
     for _ in range(warm_up):
         next(seconds)
     before, started = runner.forward.seconds(), time.perf_counter()
@@ -160,7 +163,7 @@ def time_case(
 
 
 class Least:
-    """What the parts of a step take at least on this machine; nothing is known without ``--limits``."""
+    """The bounds of the parts of a step on this machine. Empty without ``--limits``."""
 
     def __init__(self, args: argparse.Namespace, threads: int) -> None:
         self._known: tuple[Limits, Shape] | None = None
@@ -169,7 +172,7 @@ class Least:
             print(self._known[0])
 
     def of(self, tokens: int, rows: int, seen: float, held: float) -> dict[str, float]:
-        """Seconds of each part; the arguments are those of phase_seconds."""
+        """Seconds of each part. The arguments are those of phase_seconds."""
         if self._known is None:
             return {}
         return {part: max(both) for part, both in phase_seconds(*self._known, tokens, rows, seen, held).items()}

@@ -21,7 +21,7 @@ from raylm.native import Int4Weight, NativeLinear, Weight, kernels, round_int4, 
 
 
 def formats(group: int) -> dict[str, Callable[[Tensor], Weight]]:
-    """How a bfloat16 weight becomes each of them, the one they are compared to first."""
+    """Functions that convert a bfloat16 weight to each format, the baseline first."""
 
     def without_zeros(weight: Tensor) -> Int4Weight:
         found = round_int4(kernels(), weight, group)
@@ -36,12 +36,12 @@ def formats(group: int) -> dict[str, Callable[[Tensor], Weight]]:
 
 
 def copies(weight: Weight, size: int) -> list[NativeLinear]:
-    """Layers of the same values, each in memory of its own, ``size`` bytes in all."""
+    """Layers with the same values in separate memory, ``size`` bytes in total."""
     return [NativeLinear(kernels(), weight, None) for _ in range(-(-size // weight.nbytes))]
 
 
 def best(layers: dict[str, list[NativeLinear]], x: Tensor, repeats: int, calls: int) -> dict[str, float]:
-    """The least seconds of a call by format."""
+    """The least seconds per call, by format."""
     found = dict.fromkeys(layers, float("inf"))
     turns = {name: cycle(copies) for name, copies in layers.items()}
     for _ in range(repeats):
@@ -64,7 +64,7 @@ def main() -> None:
     options.add_argument("--calls", type=int, default=20, help="of one format in a row")
     options.add_argument("--mib", type=int, default=256, help="of all copies of one format")
     args = options.parse_args()
-    torch.set_num_threads(1)  # it only packs; its waiting threads would take cores from the kernels
+    torch.set_num_threads(1)  # torch only packs the weights; its idle threads would take cores from the kernels
     use_threads(args.threads)
     draw = torch.Generator().manual_seed(0)
     weight = torch.randn(args.outputs, args.inputs, generator=draw).mul_(0.02).bfloat16()

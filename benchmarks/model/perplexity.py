@@ -28,18 +28,18 @@ from raylm.native import use_threads
 
 UNITS = {"weights": "MiB", "perplexity": "", "loss": "% of plain", "tokens": "", "seconds": "s"}
 FILES = ("LICENSE.txt", "argparse.py", "textwrap.py", "heapq.py", "statistics.py", "sched.py")
-ROWS = 256  # logits at a time: a row of them has the size of the vocabulary
+ROWS = 256  # logits rows computed at a time; a row has the size of the vocabulary
 
 
 def real_text() -> str:
-    """Python's licence and some of its modules."""
+    """Python's license and some modules of its standard library."""
     folder = Path(sysconfig.get_paths()["stdlib"])
     return "\n".join((folder / name).read_text(encoding="utf-8") for name in FILES)
 
 
 @torch.inference_mode()
 def cross_entropy(checkpoint: Checkpoint, ids: Tensor, length: int, quantization: str | None) -> tuple[float, int, int]:
-    """Mean over the predicted tokens of ``ids`` (tokens,) in nats; how many these are; the bytes of the weights."""
+    """The mean over the predicted tokens of ``ids`` (tokens,) in nats, their number, and the weights' bytes."""
     model, size = load_model(checkpoint, torch.bfloat16, torch.device("cpu"), quantization)
     total, count = 0.0, 0
     for piece in ids.split(length):

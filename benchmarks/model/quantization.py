@@ -1,10 +1,10 @@
-"""What 8 and 4 bits cost a model: logit error, perplexity and changed first choices against float32 on the same text.
+"""The cost of 8 and 4 bits for a model: logit error, perplexity and changed first choices against float32.
 
     python -m benchmarks.model.quantization [--model MODEL] [--text FILE] [--skills COUNT]
 
-The embedded model reads conversations that its own generator makes from words kept out of training, and only the tokens
-that it would have to write count; any other model reads FILE (by default this repository's documents). With --skills it
-also answers COUNT prompts of each skill of examples/embedded_model/evaluate.py.
+The embedded model reads conversations made by its own generator from held-out words. Only the tokens that the model
+would write count. Any other model reads FILE (by default this repository's documents). With --skills the embedded model
+also answers COUNT prompts of each skill in examples/embedded_model/evaluate.py.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ CASES = [("float32", None), ("bfloat16", None), ("bfloat16", "int8"), ("bfloat16
 
 @dataclass(frozen=True)
 class Row:
-    """Token ids (tokens,), and which of them, from the second on, are to be predicted (tokens - 1,)."""
+    """Token ids (tokens,), and a mask of the tokens from the second on that are predicted (tokens - 1,)."""
 
     ids: Tensor
     counts: Tensor
@@ -50,7 +50,7 @@ class Result:
 
 
 def conversations(tokenizer: Tokenizer, length: int, count: int) -> Iterator[Row]:
-    """Rows that the generator of the embedded model makes from its test words."""
+    """Rows from the embedded model's generator, made with its test words."""
     sys.path.insert(0, str(ROOT / "examples" / "embedded_model"))
     import conversation
     import train
@@ -78,7 +78,7 @@ class WholeSequence:
         return out[0].transpose(0, 1)
 
     def places(self, spec: AttentionSpec) -> None:
-        """Nowhere."""
+        """Nothing is stored."""
 
 
 attend = WholeSequence()
@@ -86,7 +86,7 @@ attend = WholeSequence()
 
 @torch.inference_mode()
 def run(checkpoint: Checkpoint, rows: list[Row], dtype: str, quantization: str | None) -> tuple[Result, int, str]:
-    """All counted tokens of all rows; the bytes of the weights and what the model says of them."""
+    """The result over all counted tokens of all rows, the weights' bytes, and the model's description of them."""
     model, size = load_model(checkpoint, getattr(torch, dtype), torch.device("cpu"), quantization)
     logits, losses = [], []
     for row in rows:
@@ -97,7 +97,10 @@ def run(checkpoint: Checkpoint, rows: list[Row], dtype: str, quantization: str |
 
 
 def errors(result: Result, exact: Result) -> dict[str, float]:
-    """By metric (see ``UNITS``); relative to the exact logits, each row less its mean, which softmax does not see."""
+    """By metric (see ``UNITS``).
+
+    Relative to the exact logits, after the mean of each row, which softmax ignores, is removed.
+    """
     wanted, got = (r.logits - r.logits.mean(1, keepdim=True) for r in (exact, result))
     before, after = float(exact.losses.mean().exp()), float(result.losses.mean().exp())
     right, said = F.log_softmax(exact.logits, 1), F.log_softmax(result.logits, 1)
@@ -112,7 +115,7 @@ def errors(result: Result, exact: Result) -> dict[str, float]:
 
 
 def skills(model: str, count: int, threads: int) -> None:
-    """Greedy answers of the embedded model, skill by skill, in percent that are right."""
+    """Percentages of right greedy answers of the embedded model, by skill."""
     import evaluate
 
     tokenizer = evaluate.AutoTokenizer.from_pretrained(evaluate.SHIPPED)

@@ -1,9 +1,9 @@
-"""What rounding could have been: groups of several sizes, zeros or none, bounds searched or not, and the head's bits.
+"""Alternatives for rounding: group sizes, zeros or none, searched bounds or not, and the head's bits.
 
     python -m benchmarks.model.quantization_choices [--rows 32] [--threads 2]
 
-The embedded model in bfloat16 over the conversations of quantization.py: root mean square of the logits' error and
-divergence against float32, of the formats that were considered beside those that `quantization` has.
+The embedded model in bfloat16 over the conversations of quantization.py. Prints root mean square of the logits' error
+and divergence from float32, for the alternatives and for the formats of `quantization`.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ _MIDDLE = 8
 
 @dataclass(frozen=True)
 class Int4Choice(WeightFormat):
-    """Rounding to 4 bits in groups of ``group`` inputs; without ``zeros`` 0 is always in the middle."""
+    """Rounding to 4 bits in groups of ``group`` inputs. Without ``zeros``, 0 is always in the middle of the range."""
 
     group: int
     zeros: bool = True
@@ -46,7 +46,7 @@ class Int4Choice(WeightFormat):
 
 
 def _between_bounds(grouped: Tensor) -> Int4Weight:
-    """(out, groups, group) to the nearest of 16 steps between the least and the largest of each group."""
+    """Round (out, groups, group) to the nearest of 16 steps between the minimum and maximum of each group."""
     low, high = grouped.amin(2).clamp_(max=0), grouped.amax(2).clamp_(min=0)
     scales = (high - low).clamp_(min=1e-12) / 15
     zeros = (-low / scales).round_()
@@ -55,7 +55,7 @@ def _between_bounds(grouped: Tensor) -> Int4Weight:
 
 
 def _around_zero(grouped: Tensor) -> Int4Weight:
-    """As ``_between_bounds``, for bounds at equal distances from 0, drawn in by the share with the least error."""
+    """As ``_between_bounds``, with bounds symmetric around 0 and reduced by the factor with the least error."""
     largest, least_error = grouped.abs().amax(2).clamp_(min=1e-12), torch.tensor(float("inf"))
     values, scales = torch.empty_like(grouped), torch.empty_like(largest)
     for share in _SHARES:
@@ -70,7 +70,7 @@ def _around_zero(grouped: Tensor) -> Int4Weight:
 
 
 def choices() -> dict[str, tuple[WeightFormat, WeightFormat]]:
-    """The formats of the layers and of the head, by what they are called."""
+    """The formats of the layers and of the head, by name."""
     int4, int8 = RoundedInt4(), RoundedInt8()
     found: dict[str, tuple[WeightFormat, WeightFormat]] = {
         "int8, head rounded": (int8, int8),
@@ -99,7 +99,7 @@ def main() -> None:
     exact, *_ = run(checkpoint, rows, "float32", None)
     report = Report("quantization_choices", UNITS, args.out)
     for name, (layers, head) in choices().items():
-        quantization._ROUNDED[name] = name, layers, head  # as if the configuration could name it
+        quantization._ROUNDED[name] = name, layers, head  # registered for the configuration
         result, *_ = run(checkpoint, rows, "bfloat16", name)
         report.add(name, errors(result, exact))
 

@@ -23,7 +23,7 @@ _ROUNDS = 5
 
 
 def steps_of(model: str, threads: int | None) -> Steps:
-    """The model on the path that is registered now."""
+    """Steps of the model on the registered path."""
     engine = {"threads": threads} if threads else {}
     cache = {"memory_gib": 2}
     runner, info = start_runner(
