@@ -18,7 +18,7 @@ ROOT = Path(__file__).parent.parent / "raylm"
 ROOMS = ["native", "models", "worker", "engine", "frontend", "ingress"]  # from the ground up; app and cli lie above
 FLOOR = {
     "config", "params", "messages", "errors", "metrics", "checkpoint", "step_cost", "grammar", "lazy", "stages",
-    "logprob_columns", "fork_server", "grammar_server", "template_server", "finite_schema",
+    "logprob_columns", "round_robin", "fork_server", "grammar_server", "template_server", "finite_schema",
 }  # fmt: skip
 PURE_CORE = {f"engine/{name}.py" for name in (
     "engine_core", "scheduler", "queues/base", "queues/fair", "sequence", "kv_cache_manager", "block_pool", "outbox",

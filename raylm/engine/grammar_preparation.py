@@ -8,6 +8,7 @@ from collections.abc import Awaitable, Callable
 
 from raylm.errors import EngineDiedError, RayLMError
 from raylm.messages import EngineCoreRequest
+from raylm.round_robin import RoundRobin
 
 MAX_KNOWN = 128  # fewer grammars than the worker keeps, so that a known grammar is still compiled there
 
@@ -19,14 +20,15 @@ Fail = Callable[[str, int, RayLMError], None]
 class GrammarPreparation:
     """Owns the requests that wait for their grammars.
 
-    Grammars are compiled one at a time, in the order of arrival, while steps run. The last MAX_KNOWN compiled grammars
-    are known to be ready.
+    Grammars are compiled one at a time while steps run: tenants in turn, those of a tenant in the order of arrival. The
+    last MAX_KNOWN compiled grammars are known to be ready.
     """
 
     def __init__(self, prepare: Callable[[str], Awaitable[None]], admit: Admit, fail: Fail) -> None:
         self._prepare, self._admit, self._fail = prepare, admit, fail
         self._known: OrderedDict[str, None] = OrderedDict()
         self._waiting: dict[str, dict[Name, EngineCoreRequest]] = {}
+        self._turns = RoundRobin()
         self._running: asyncio.Task[None] | None = None
 
     def __len__(self) -> int:
@@ -61,7 +63,7 @@ class GrammarPreparation:
 
     async def _run(self) -> None:
         while self._waiting:
-            grammar = next(iter(self._waiting))
+            grammar = self._next()
             try:
                 await self._prepare(grammar)
             except EngineDiedError:
@@ -73,6 +75,14 @@ class GrammarPreparation:
             self._remember(grammar)
             for (client_id, _), request in self._waiting.pop(grammar, {}).items():
                 self._admit(client_id, request)
+
+    def _next(self) -> str:
+        """The oldest grammar that the tenant whose turn it is waits for."""
+        oldest: dict[str, str] = {}  # by tenant
+        for grammar, requests in self._waiting.items():
+            for request in requests.values():
+                oldest.setdefault(request.service.tenant, grammar)
+        return oldest[self._turns.choose(oldest)]
 
     def _remember(self, grammar: str) -> None:
         self._known[grammar] = None

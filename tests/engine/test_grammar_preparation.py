@@ -11,7 +11,7 @@ from raylm.config import CacheConfig, Config
 from raylm.engine import EngineCore
 from raylm.engine.grammar_preparation import MAX_KNOWN
 from raylm.errors import InvalidRequestError
-from raylm.messages import EngineCoreRequest
+from raylm.messages import EngineCoreRequest, ServiceLevel
 from tests.engine.build import request
 from tests.engine.test_engine_core import collect, running, until
 from tests.fakes import FakeExecutor
@@ -63,6 +63,21 @@ async def test_a_grammar_is_compiled_again_only_when_it_may_be_forgotten() -> No
             core.add("client", [asking(key, grammar)])
             await collect(outbox, 1)
     assert executor.begun.count("a") == 2
+
+
+async def test_tenants_have_their_grammars_compiled_in_turn() -> None:
+    """The many grammars of one delay those of another by one."""
+    executor = Compiling()
+    async with running(executor, CONFIG) as core:
+        outbox = core.connect("client")
+        grammars = [("many", f"m{number}") for number in range(8)] + [("few", "a"), ("few", "b"), ("few", "m5")]
+        for key, (tenant, grammar) in enumerate(grammars):
+            core.add("client", [replace(asking(key, grammar), service=ServiceLevel(tenant))])
+            if key == 0:
+                await until(lambda: executor.begun)
+        executor.go.set()
+        await collect(outbox, len(grammars))
+    assert executor.begun == ["m0", "m5", "m1", "a", "m2", "b", "m3", "m4", "m6", "m7"]
 
 
 @pytest.mark.parametrize("ended", ["aborted", "left", "connected again"])

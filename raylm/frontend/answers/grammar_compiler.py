@@ -1,22 +1,23 @@
-"""GrammarCompiler: compiles the requested forms of answers in child processes, each form once, small forms first."""
+"""GrammarCompiler: compiles the requested forms of answers in child processes, each form once, keys in turn."""
 
 from __future__ import annotations
 
 import asyncio
 import json
-from collections import OrderedDict
+from collections import Counter, OrderedDict
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 from dataclasses import dataclass
-from heapq import heappop, heappush
 from itertools import count
 from pathlib import Path
 
 from raylm.errors import InvalidRequestError, OverloadedError
 from raylm.frontend.answers.grammar_bounds import Form, bounded_form
 from raylm.frontend.answers.grammar_process import GrammarProcess
+from raylm.frontend.timelines.record import current_key
 from raylm.grammar_server import Verdict
 from raylm.params import StructuredOutputs
+from raylm.round_robin import RoundRobin
 
 MAX_KEPT = 256
 MAX_KEPT_CHARS = 2**17
@@ -25,49 +26,79 @@ _SMALL_CHARS = 2**14
 Key = tuple[str, str]  # (field of StructuredOutputs, its value as JSON)
 
 
+@dataclass(frozen=True, slots=True)
+class _Waiting:
+    """A waiting job: its key's name, its size and number, and the future that gives it its turn."""
+
+    key: str
+    size: int
+    number: int
+    turn: asyncio.Future[None]
+
+
 class Lane:
-    """Limits concurrent jobs. Has a bounded queue, and starts the smallest waiting job next."""
+    """Limits concurrent jobs. Keys get places in turn, and the smallest waiting job of a key starts next.
+
+    At most ``max_waiting`` jobs wait. If the queue is full, a key with fewer jobs takes the place of the last job of
+    the key with the most, so that one key does not turn others away.
+    """
 
     def __init__(self, places: int, max_waiting: int, cpu_s: float, nice: int) -> None:
         self.cpu_s, self.nice = cpu_s, nice
         self._free, self._max_waiting = places, max_waiting
-        self._waiting: list[tuple[int, int, asyncio.Future[None]]] = []
-        self._order = count()
+        self._waiting: list[_Waiting] = []
+        self._turns = RoundRobin()
+        self._numbers = count()
 
     @asynccontextmanager
     async def place(self, size: int) -> AsyncIterator[None]:
-        """Wait for a free place. Raises OverloadedError if ``max_waiting`` jobs wait already."""
+        """Wait for a free place. OverloadedError if too many jobs wait, now or once those of other keys come."""
+        key = current_key()
         if self._free:
             self._free -= 1
+            self._turns.choose([key])
         else:
-            await self._wait(size)
+            await self._wait(key, size)
         try:
             yield
         finally:
             self._give_back()
 
-    async def _wait(self, size: int) -> None:
-        self._waiting = [entry for entry in self._waiting if not entry[2].done()]
+    async def _wait(self, key: str, size: int) -> None:
+        self._waiting = [job for job in self._waiting if not job.turn.done()]
         if len(self._waiting) >= self._max_waiting:
-            message = f"{self._max_waiting} structured outputs are waiting to be compiled. Please try again."
-            raise OverloadedError(message, retry_after_s=2)
-        self._waiting.sort()
+            self._make_room(key)
         turn = asyncio.get_running_loop().create_future()
-        heappush(self._waiting, (size, next(self._order), turn))
+        self._waiting.append(_Waiting(key, size, next(self._numbers), turn))
         try:
             await turn
         except asyncio.CancelledError:
-            if turn.done() and not turn.cancelled():
+            if turn.done() and not turn.cancelled() and turn.exception() is None:
                 self._give_back()
             raise
 
+    def _make_room(self, key: str) -> None:
+        counts = Counter(job.key for job in self._waiting)
+        longest, most = counts.most_common(1)[0]
+        if counts[key] + 1 >= most:
+            raise self._full()
+        last = max((job for job in self._waiting if job.key == longest), key=lambda job: (job.size, job.number))
+        last.turn.set_exception(self._full())
+        self._waiting.remove(last)
+
+    def _full(self) -> OverloadedError:
+        message = f"{self._max_waiting} structured outputs are waiting to be compiled. Please try again."
+        return OverloadedError(message, retry_after_s=2)
+
     def _give_back(self) -> None:
-        while self._waiting:
-            turn = heappop(self._waiting)[2]
-            if not turn.done():
-                turn.set_result(None)
-                return
-        self._free += 1
+        self._waiting = [job for job in self._waiting if not job.turn.done()]
+        if not self._waiting:
+            self._free += 1
+            return
+        key = self._turns.choose(job.key for job in self._waiting)
+        following = min((job for job in self._waiting if job.key == key), key=lambda job: (job.size, job.number))
+        self._waiting.remove(following)
+        following.turn.set_result(None)
 
 
 @dataclass(slots=True)

@@ -218,6 +218,11 @@ def current_id() -> str:
     return "" if (record := CURRENT.get()) is None else record.id
 
 
+def current_key() -> str:
+    """The name of the API key of this task's request, "" without one."""
+    return "" if (record := CURRENT.get()) is None else record.key
+
+
 def mark(phase: str) -> None:
     """As ``Record.mark``, for this task's request. Does nothing without one."""
     if (record := CURRENT.get()) is not None:

@@ -19,6 +19,8 @@ from raylm.checkpoint import EMBEDDED
 from raylm.errors import EngineUnavailableError, InvalidRequestError, OverloadedError
 from raylm.frontend.answers.grammar_bounds import Form
 from raylm.frontend.answers.grammar_compiler import MAX_KEPT, GrammarCompiler
+from raylm.frontend.timelines.record import serve_record
+from raylm.frontend.timelines.ring import Timelines
 from raylm.grammar_server import Verdict
 from raylm.params import StructuredOutputs
 from tests.frontend.cancelling import cancel_in_every_turn
@@ -138,8 +140,11 @@ def test_an_allocation_that_fails_ends_the_whole_process() -> None:
 
 
 async def test_masks_that_take_long_are_refused(compiler: GrammarCompiler) -> None:
+    """By the limit of a mask, or where the processor is slow by that of the whole."""
     piece = '"' + "a" * 4000 + '"'
-    with pytest.raises(InvalidRequestError, match="one token of the answer takes more than 20 ms"):
+    with pytest.raises(
+        InvalidRequestError, match=r"one token of the answer takes more than 20 ms|complex to compile\."
+    ):
         await compiler.compile(StructuredOutputs(grammar=f"start: A\nA: {' '.join([piece] * 60)}"))
 
 
@@ -261,6 +266,11 @@ def large(number: int) -> StructuredOutputs:
     return StructuredOutputs(choice=(f"{number}", *(x * 4000 for x in "vwxyz")))
 
 
+def huge(name: str) -> StructuredOutputs:
+    """Larger than a ``large`` one."""
+    return StructuredOutputs(choice=(name, *(x * 4090 for x in "vwxyz")))
+
+
 async def _settle() -> None:
     for _ in range(10):
         await asyncio.sleep(0)
@@ -317,6 +327,42 @@ async def test_the_smallest_that_waits_is_next(compiler: GrammarCompiler, played
     played.go.set()
     await asyncio.gather(*sent)
     assert [text[0] for text in played.asked] == ["a", "b", "d", "c"]
+
+
+async def of_key(compiler: GrammarCompiler, key: str, spec: StructuredOutputs) -> str:
+    """Compile it for a request of an API key."""
+    serve_record(Timelines().begin("a request", key, "/", None))
+    return await compiler.compile(spec)
+
+
+async def test_keys_have_their_forms_compiled_in_turn(compiler: GrammarCompiler, played: Played) -> None:
+    """Whatever their sizes: the many forms of one key delay those of another by one."""
+    many = [asyncio.create_task(of_key(compiler, "many", large(number))) for number in range(10)]
+    await _settle()
+    others = [asyncio.create_task(of_key(compiler, key, huge(key))) for key in ("few", "other", "few")]
+    await _settle()
+    played.go.set()
+    await asyncio.gather(*many, *others)
+    order = [asked[0] for asked in played.asked]
+    assert order == ["0", "few", "other", *map(str, range(1, 10))], "the third is the form of the first"
+
+
+async def test_one_key_turns_no_other_away(compiler: GrammarCompiler, played: Played) -> None:
+    many = [asyncio.create_task(of_key(compiler, "many", large(number))) for number in range(40)]
+    await _settle()
+    waiting = [task for task in many if not task.done()]
+    assert len(waiting) == 17
+    few = [asyncio.create_task(of_key(compiler, "few", large(number))) for number in range(100, 110)]
+    await _settle()
+    gone = [task for task in waiting if task.done()]
+    assert gone == waiting[-8:], "its last ones"
+    assert all(isinstance(task.exception(), OverloadedError) for task in gone)
+    assert [task.done() for task in few] == [False] * 8 + [True] * 2
+    waiting[1].cancel()
+    played.go.set()
+    ended = await asyncio.gather(*many, *few, return_exceptions=True)
+    assert sum(isinstance(found, str) for found in ended) == 1 + 7 + 8
+    assert [int(asked[0]) >= 100 for asked in played.asked[:5]] == [False, True, False, True, False]
 
 
 async def test_a_cancellation_is_never_lost(compiler: GrammarCompiler, monkeypatch: pytest.MonkeyPatch) -> None:
