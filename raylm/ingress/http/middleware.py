@@ -245,7 +245,8 @@ class ServeErrorMiddleware:
                 is_json = headers.get("content-type", "").startswith("application/json")
                 replaced = message["status"] >= 400 and not is_json
                 if replaced:
-                    await error_response(_serve_error(message["status"]), scope["path"])(scope, receive, send)
+                    error = _serve_error(message["status"])
+                    await error_response(error, _api_path(scope["path"]))(scope, receive, send)
                 elif request_id := headers.get("x-request-id"):
                     headers["x-request-id"] = request_id
                 message = {**message, "headers": headers.raw}
@@ -258,6 +259,11 @@ class ServeErrorMiddleware:
 def _is_serve_route(scope: Scope) -> bool:
     """/-/healthz and /-/routes are Serve's own, and stay as they are."""
     return str(scope["path"]).startswith("/-/")
+
+
+def _api_path(path: str) -> str:
+    """The path of the API in a request's path. A proxy does not know the route prefix before it."""
+    return path[max(path.rfind("/v1/"), 0) :]
 
 
 def _serve_error(status: int) -> RayLMError:

@@ -20,6 +20,10 @@ async def plain(request: Request) -> Response:
     return PlainTextResponse("Serve says no", int(request.path_params["status"]), headers)
 
 
+async def away(request: Request) -> Response:
+    return PlainTextResponse("Serve says no", 503)
+
+
 async def ours(request: Request) -> Response:
     response = JSONResponse({"error": {"message": "ours"}}, 503, {"retry-after": "9"})
     response.headers.append("x-request-id", "a")
@@ -39,7 +43,7 @@ async def _chunks():  # type: ignore[no-untyped-def]
 @pytest.fixture
 def client() -> httpx.AsyncClient:
     routes = [Route("/plain/{status}", plain), Route("/ours", ours), Route("/stream", stream)]
-    routes.append(Route("/-/{status}", plain))
+    routes += [Route("/-/{status}", plain), Route("/{path:path}", away, methods=["POST"])]
     app: ASGIApp = Starlette(routes=routes)
     for middleware in serve_middlewares():
         app = middleware.cls(app, *middleware.args, **middleware.kwargs)
@@ -65,6 +69,23 @@ async def test_serves_failures_are_said_anew(
     assert answer.json()["error"]["code"] == code
     assert ("retry-after" in answer.headers) == (shown in {429, 503})
     assert "Serve" not in answer.text
+
+
+@pytest.mark.parametrize("prefix", ["", "/up", "/v1/models"])
+@pytest.mark.parametrize(
+    "path", ["/v1/messages", "/v1/messages/count_tokens", "/v1/chat/completions", "/v1/messages-of"]
+)
+async def test_they_have_the_form_of_their_api_below_any_prefix(
+    client: httpx.AsyncClient, prefix: str, path: str
+) -> None:
+    answer = await client.post(f"{prefix}{path}")
+    assert answer.status_code == 503
+    error = answer.json()["error"]
+    if path.removesuffix("/count_tokens") == "/v1/messages":
+        assert answer.json() == {"type": "error", "error": {"type": "overloaded_error", "message": error["message"]}}
+    else:
+        assert answer.json() == {"error": error}
+        assert error["code"] == "engine_unavailable"
 
 
 async def test_our_failures_pass_with_one_request_id(client: httpx.AsyncClient) -> None:
