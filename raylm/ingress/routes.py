@@ -35,6 +35,7 @@ from raylm.ingress.openai.scores import Rerank, RerankRequest, Score, ScoreReque
 from raylm.ingress.openai.tokenize import Detokenize, DetokenizeRequest, Tokenize, TokenizeRequest
 from raylm.ingress.openai.unknown_fields import IncomingFields, KnownFields
 from raylm.ingress.responses.body import ResponsesRequest
+from raylm.ingress.responses.compact import CompactRequest
 from raylm.ingress.responses.create import CreateResponse
 from raylm.ingress.responses.routes import response_routes
 from raylm.ingress.responses.shared_store import open_store
@@ -128,6 +129,7 @@ def build_asgi_app(
         post("/v1/chat/completions", ChatCompletionRequest, chat, resumable=True),
         post("/v1/completions", CompletionRequest, Completions(async_llm, config, stream_ids), resumable=True),
         post("/v1/responses", ResponsesRequest, responses, by_key=True),
+        post("/v1/responses/compact", CompactRequest, responses.compact, by_key=True),
         *response_routes(store, config.ingress.max_ongoing_requests),
         post("/v1/messages", MessagesRequest, CreateMessage(chat), keep_alive=PING, resumable=True),
         post("/v1/messages/count_tokens", CountTokensRequest, CountTokens(chat)),

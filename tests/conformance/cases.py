@@ -42,6 +42,7 @@ def cases() -> Iterator[Case]:
     for options in _RESPONSE_OPTIONS:
         yield Case("/v1/responses", RESPONSE | options, "Response")
         yield Case("/v1/responses", RESPONSE | options | {"stream": True}, "ResponseStreamEvent")
+    yield Case("/v1/responses/compact", {"input": QUESTION}, "CompactResource")
     for options in _MESSAGE_OPTIONS:
         yield Case("/v1/messages", MESSAGE | options, "anthropic.Message")
         yield Case("/v1/messages", MESSAGE | options | {"stream": True}, "anthropic.RawMessageStreamEvent")
@@ -95,6 +96,8 @@ _TEXT_OPTIONS: list[dict[str, Any]] = [
     {"truncate_prompt_tokens": 2, "truncation_side": "left", "add_special_tokens": False},
 ]
 _FLAT_TOOL = {"type": "function", **TOOL}
+_CUSTOM_TOOL = {"type": "custom", "name": "note", "description": "Write a note."}
+_NAMESPACE = {"type": "namespace", "name": "town", "description": "A town.", "tools": [_FLAT_TOOL, _CUSTOM_TOOL]}
 _RESPONSE_OPTIONS: list[dict[str, Any]] = [
     {},
     {"instructions": "Be brief.", "metadata": {"a": "b"}, "temperature": 0.3, "top_p": 0.9, "user": "u"},
@@ -104,6 +107,12 @@ _RESPONSE_OPTIONS: list[dict[str, Any]] = [
     {"truncation": "auto", "prompt_cache_key": "k", "safety_identifier": "s"},
     {"input": [{"role": "user", "content": [{"type": "input_text", "text": QUESTION}]}]},
     {"input": "What is the weather in Rome?", "tools": [_FLAT_TOOL], "temperature": 0, "max_output_tokens": 200},
+    {
+        "input": "What is the weather in Rome?",
+        "tools": [_NAMESPACE],
+        "tool_choice": "required",
+        "max_output_tokens": 99,
+    },
     {"reasoning": {"effort": "high"}, "max_output_tokens": 200},
 ]
 _MESSAGE_OPTIONS: list[dict[str, Any]] = [

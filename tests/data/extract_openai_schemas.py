@@ -20,6 +20,7 @@ ROOTS = [
     "CreateEmbeddingResponse",
     "Response",
     "ResponseItemList",
+    "CompactResource",
     "ResponseStreamEvent",
     "ErrorResponse",
     "ListModelsResponse",
@@ -31,8 +32,9 @@ SENT = {
     "OutputItem": {"OutputMessage", "FunctionToolCall", "CustomToolCall", "ReasoningItem"},
     "ItemResource": {
         "InputMessageResource", "OutputMessage", "FunctionToolCallResource", "FunctionToolCallOutputResource",
-        "CustomToolCallResource", "CustomToolCallOutputResource", "ReasoningItem",
+        "CustomToolCallResource", "CustomToolCallOutputResource", "ReasoningItem", "CompactionBody",
     },
+    "ItemField": {"CompactionBody"},
     "InputItem": {"EasyInputMessage"},
     "Tool": {"FunctionTool", "CustomToolParam", "NamespaceToolParam"},
     "ToolChoiceParam": {"ToolChoiceOptions", "ToolChoiceFunction", "ToolChoiceCustom", "ToolChoiceAllowed"},

@@ -36,7 +36,8 @@ from raylm.ingress.openai.generation import check_model
 from raylm.ingress.openai.logprobs import TokenTexts
 from raylm.ingress.responses.body import PARAM_NAMES, ResponsesRequest
 from raylm.ingress.responses.caller import Caller
-from raylm.ingress.responses.input import chat_messages, input_items, references, response_of
+from raylm.ingress.responses.compact import CompactRequest
+from raylm.ingress.responses.input import chat_messages, input_items, item_id, references, response_of
 from raylm.ingress.responses.job import Events, ResponseItems, ResponseJob
 from raylm.ingress.responses.sealing import Seal
 from raylm.ingress.responses.store import LEASE_S, UNFINISHED, LostJob, ResponseStore, ToldEvents
@@ -76,13 +77,7 @@ class CreateResponse:
 
     async def __call__(self, body: ResponsesRequest, request_id: str, owner: str) -> Answer:
         check_model(body.model, self._llm)
-        # random, because without keys anyone who knows the id may read the response
-        response_id = f"resp_{uuid.uuid4().hex}"
-        unseal = partial(self._seal.open, owner=owner)
-        items = await offload(
-            lambda: input_items(body.input, response_id, unseal), len(body.input) if isinstance(body.input, list) else 1
-        )
-        items = await self._resolve(owner, items)
+        response_id, items = await self._read_input(body, owner)
         begun = StreamId(b"-", response_id.encode(), [NOTHING]) if body.background else UNRESUMABLE
         job, outputs = await self._start(response_id, body, items, owner, int(time.time()), begun)
         if body.background:
@@ -95,6 +90,33 @@ class CreateResponse:
                 pass
         await self._keep(job, items)
         return orjson.dumps(job.response())
+
+    async def compact(self, asked: CompactRequest, request_id: str, owner: str) -> bytes:
+        """Answer with an item that holds the model's summary of a conversation, sealed for its owner."""
+        check_model(asked.model, self._llm)
+        body = await asked.as_response()
+        response_id, items = await self._read_input(body, owner)
+        job, outputs = await self._start(response_id, body, items, owner, int(time.time()), UNRESUMABLE)
+        async with aclosing(job.events(outputs)) as events:
+            async for _ in events:
+                pass
+        job.check()
+        response = job.response()
+        texts = [part["text"] for item in response["output"] if item["type"] == "message" for part in item["content"]]
+        sealed = self._seal.close("".join(texts), owner)
+        item = {"id": item_id("compaction", response_id, 0), "type": "compaction", "encrypted_content": sealed}
+        compacted = {name: response[name] for name in ("id", "created_at", "usage")}
+        return orjson.dumps(compacted | {"object": "response.compaction", "output": [item]})
+
+    async def _read_input(self, body: ResponsesRequest, owner: str) -> tuple[str, list[JSONObject]]:
+        """A new response's id, and the items of its input."""
+        # random, because without keys anyone who knows the id may read the response
+        response_id = f"resp_{uuid.uuid4().hex}"
+        unseal = partial(self._seal.open, owner=owner)
+        items = await offload(
+            lambda: input_items(body.input, response_id, unseal), len(body.input) if isinstance(body.input, list) else 1
+        )
+        return response_id, await self._resolve(owner, items)
 
     async def take_over(self) -> None:
         """Renew the leases of jobs here, and take over jobs of lost makers, while this replica serves."""
@@ -156,14 +178,14 @@ class CreateResponse:
         """
         referred = references(items)
         found: dict[str, JSONObject] = {}
-        for response_id in {response_of(item_id) for item_id in referred.values()} - {None}:
+        for response_id in {response_of(wanted) for wanted in referred.values()} - {None}:
             if (record := await self._store.get(owner, str(response_id))) is not None:
                 stored = await offload(partial(orjson.loads, record), len(record) // _BYTES_A_THING)
                 found |= {item["id"]: item for item in (*stored["input"], *stored["response"]["output"])}
-        for place, item_id in referred.items():
-            if item_id not in found:
+        for place, wanted in referred.items():
+            if wanted not in found:
                 message = (
-                    f"Item with id '{clip(item_id, 100)}' not found: only items of stored responses can be referenced."
+                    f"Item with id '{clip(wanted, 100)}' not found: only items of stored responses can be referenced."
                 )
                 raise NotFoundError(message, param=f"input[{place}].id")
         return [found[referred[place]] if place in referred else item for place, item in enumerate(items)]

@@ -15,9 +15,14 @@ from raylm.ingress.openai.fields import OneOf, past, wrong
 from raylm.ingress.responses.tools import arguments_of, function_name
 
 MAX_ITEMS = 4096
+SUMMARIZE = (
+    "Summarize our conversation so far, so that it can go on from the summary alone: my requests, what was done, "
+    "decisions and their reasons, names of files and exact values that are still needed, and what is left to do."
+)
+"""The user's message that a summary answers."""
 _PREFIXES = {
     "message": "msg", "function_call": "fc", "function_call_output": "fco", "custom_tool_call": "ctc",
-    "custom_tool_call_output": "ctco", "reasoning": "rs",
+    "custom_tool_call_output": "ctco", "reasoning": "rs", "compaction": "cmp",
 }  # fmt: skip
 CALLS = {"function_call": "arguments", "custom_tool_call": "input"}
 """The types of calls, and the field with what the tool is given."""
@@ -97,6 +102,14 @@ class ReasoningItem(_Item):
 
 
 @past("input[]")
+class CompactionItem(_Item):
+    """A summary in place of the conversation before it, as /v1/responses/compact returns it."""
+
+    type: Literal["compaction"]
+    encrypted_content: str
+
+
+@past("input[]")
 class ItemReference(TypedDict):
     """A reference to an item of a stored response of the same key, in its output or input."""
 
@@ -114,7 +127,13 @@ class _OneItem(OneOf):
 
 _UNKNOWN_ITEM = f"items of type {{got}} are not supported; {', '.join(_PREFIXES)}, {_REFERENCE} are."
 Item = Annotated[
-    MessageItem | FunctionCallItem | CustomToolCallItem | ToolOutputItem | ReasoningItem | ItemReference,
+    MessageItem
+    | FunctionCallItem
+    | CustomToolCallItem
+    | ToolOutputItem
+    | ReasoningItem
+    | CompactionItem
+    | ItemReference,
     _OneItem(_UNKNOWN_ITEM, key="type", served=False, default="message"),
 ]
 Input = Annotated[
@@ -148,7 +167,7 @@ def input_items(given: Input, response_id: str, unseal: Callable[[str], str | No
     """Convert the ``input`` of a response to items with ids, in the form of lists of items. Keeps references.
 
     Raises:
-        InvalidRequestError: reasoning has only encrypted content, and ``unseal`` cannot open it.
+        InvalidRequestError: reasoning or a summary has only encrypted content, and ``unseal`` cannot open it.
     """
     items: list[Any] = [{"role": "user", "content": given}] if isinstance(given, str) else list(given)
     return [_listed(item, response_id, place, unseal) for place, item in enumerate(items)]
@@ -168,6 +187,11 @@ def _listed(item: Any, response_id: str, place: int, unseal: Callable[[str], str
         return head | {name: item[name] for name in fields if item.get(name) is not None}
     if kind in _OUTPUTS:
         return head | {"call_id": item["call_id"], "output": _joined(_parts(item["output"], "input_text"))}
+    if kind == "compaction":
+        sealed = item["encrypted_content"]
+        if (summary := unseal(sealed)) is None:
+            raise wrong(f"input[{place}].encrypted_content", "it was not sealed by this server for this API key")
+        return head | {"encrypted_content": sealed, "summary": [text_part("summary_text", summary)]}
     head["summary"] = _parts(item.get("summary") or (), "summary_text")
     content = item.get("content")
     if sealed := item.get("encrypted_content"):
@@ -197,6 +221,9 @@ def chat_messages(items: list[JSONObject]) -> list[JSONObject]:
     for item in items:
         if item["type"] in _OUTPUTS:
             messages.append({"role": "tool", "tool_call_id": item["call_id"], "content": item["output"]})
+        elif item["type"] == "compaction":
+            messages.append({"role": "user", "content": SUMMARIZE})
+            messages.append({"role": "assistant", "content": _joined(item["summary"])})
         elif item.get("role", "assistant") != "assistant":
             messages.append({"role": item["role"], "content": _joined(item["content"])})
         else:

@@ -122,6 +122,11 @@ class ResponseJob:
         self._error, self.status = as_known_error(error, self.id), "failed"
         self.items.finish("incomplete")
 
+    def check(self) -> None:
+        """Raise the error with which the response failed, if it did."""
+        if self._error is not None:
+            raise self._error
+
     def _take(self, output: RequestOutput) -> Events:
         events: Events = []
         self._usage.count(output)
