@@ -73,14 +73,16 @@ def response_routes(store: ResponseStore, max_followed: int) -> list[Route]:
 
     async def retrieve(request: Request) -> Response:
         _check_query(request, {"include", "include[]", "stream", "starting_after", "include_obfuscation"})
-        query, record = request.query_params, await _record(store, request)
+        query = request.query_params
         if query.get("include_obfuscation", "false") != "false":
             raise unsupported("include_obfuscation", "obfuscation is not supported; give false.")
         if query.get("stream", "false") == "false":
             if "starting_after" in query:
                 raise InvalidRequestError("'starting_after' needs 'stream' to be true.", param="starting_after")
-            return json_response(record["response"])
-        if not (record["response"]["background"] and record["streamed"]):
+            return json_response((await _record(store, request))["response"])
+        if (can_be_followed := await store.has_events(*_names(request))) is None:
+            raise _not_found(request.path_params["response_id"])
+        if not can_be_followed:
             raise unsupported("stream", "only a response requested with 'background' and 'stream' can be followed.")
         after = query.get("starting_after")
         if after is not None and not (after.isascii() and after.isdecimal() and len(after) < 10):

@@ -163,6 +163,18 @@ class ResponseStore:
 
         return await self._do(work)
 
+    async def has_events(self, owner: str, response_id: str) -> bool | None:
+        """Whether a response has stored events, which every streaming background response has. None if it is unknown.
+
+        The record may be large, and is not read.
+        """
+
+        def work() -> bool | None:
+            found = self._row(owner, response_id, "EXISTS (SELECT 1 FROM events WHERE response = responses.id)")
+            return None if found is None else bool(found[0])
+
+        return await self._do(work)
+
     async def follow(self, owner: str, response_id: str, after: int) -> tuple[list[bytes], str] | None:
         """Arrays of events after number ``after``, and the status. Waits a limited time for events.
 

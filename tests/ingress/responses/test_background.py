@@ -148,6 +148,26 @@ async def test_a_response_is_followed_from_anywhere(tmp_path: Path) -> None:
             assert error["param"] == query.split("=")[0]
 
 
+async def test_who_follows_a_response_does_not_read_its_record(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """It holds the whole conversation, and parsing it takes the event loop from others."""
+    async with replica(tmp_path / "store") as one:
+        events = typed_events((await one.create(stream=True, seed=7)).text.replace(": waiting\n\n", ""))
+        response_id = events[0]["response"]["id"]
+        await status(one.client, response_id)
+        read: list[str] = []
+        get = ResponseStore.get
+
+        async def noting(self: ResponseStore, owner: str, response_id: str) -> bytes | None:
+            read.append(response_id)
+            return await get(self, owner, response_id)
+
+        monkeypatch.setattr(ResponseStore, "get", noting)
+        assert await one.follow(response_id) == events
+        assert read == []
+        unknown = await one.client.get(f"{PATH}/resp_none?stream=true")
+        assert error_of(unknown, 404)["param"] == "response_id"
+
+
 @pytest.mark.parametrize("quota", [0, 1, 4, 9])
 @pytest.mark.parametrize("seed", [1, 7])
 async def test_a_lost_response_goes_on_elsewhere(tmp_path: Path, quota: int, seed: int) -> None:
