@@ -6,9 +6,10 @@ import asyncio
 import gc
 import logging
 from collections.abc import AsyncGenerator, Callable
-from contextlib import aclosing
+from contextlib import aclosing, suppress
 from typing import TYPE_CHECKING, Any, Literal
 
+import ray
 from ray import ObjectRef, serve
 from ray.serve.handle import DeploymentHandle
 from starlette.applications import Starlette
@@ -41,6 +42,7 @@ if TYPE_CHECKING:
 logger = logging.getLogger("raylm.ingress")
 
 _POLL_S = 0.1
+_NODES_S = 5.0  # between two looks at which nodes the cluster has
 _LAST_SPANS_S = 2.0  # for observers of requests to tell of the last ones
 _LEAVE_S = 0.5  # for proxies to forget this replica, beyond the time that Serve itself gives them
 
@@ -74,6 +76,7 @@ class Ingress:
         self._leave: Callable[[], object] | None = None
         self._shared_actors = shared_actors
         self._callers = Callers()
+        self._nodes: frozenset[str] = frozenset()  # addresses of the nodes that live
 
     async def __serve_build_asgi_app__(self) -> Starlette:
         """Serve calls this once, at boot: here start all tasks that must outlive every request.
@@ -126,6 +129,8 @@ class Ingress:
                 create_peers=self._peers,
                 actors=raylm_actors,
                 dashboard=dashboard_url,
+                node=ray.util.get_node_ip_address(),
+                nodes=lambda: self._nodes,
                 on_loopback=is_loopback(await asyncio.to_thread(listening_host)),
             ),
         )
@@ -138,6 +143,7 @@ class Ingress:
             Discovery(app_name, engine_digest(self._config), self._llm.add_engine),
             asyncio.create_task(self._drain_when_stopped()),
             asyncio.create_task(self._start_engines_when_wanted()),
+            asyncio.create_task(self._watch_nodes()),
             asyncio.create_task(RayMetrics(app_name, self._state.series_for_all).run()),
             *(asyncio.create_task(job()) for job in app.state.jobs),
         )
@@ -234,6 +240,14 @@ class Ingress:
         """As ``stream_to``, for methods that return their answer."""
         with self._callers.waiting(*caller) as ongoing, ongoing:
             return await getattr(self, method)(*args, **fields)
+
+    async def _watch_nodes(self) -> None:
+        """Without keys, some answers are for clients on the cluster's nodes alone."""
+        while not self._config.ingress.has_keys:
+            with suppress(Exception):  # of any class; Ray is asked again
+                found = await asyncio.to_thread(ray.nodes)
+                self._nodes = frozenset(node["NodeManagerAddress"] for node in found if node["Alive"])
+            await asyncio.sleep(_NODES_S)
 
     async def _start_engines_when_wanted(self) -> None:
         """A call that waits for a replica is what makes Serve start one where there is none."""

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Awaitable, Callable, Mapping
+from collections.abc import Awaitable, Callable, Collection, Mapping
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, TypeVar
 
@@ -68,6 +68,8 @@ class Surroundings:
         create_peers: Makes the object that asks the other replicas.
         actors: Lists Ray's actors.
         dashboard: Returns the URL of Ray's dashboard.
+        node: The address of the replica's node, as Ray has it.
+        nodes: Lists the addresses of all nodes, whose proxies may send it requests.
         on_loopback: Whether other machines cannot reach the server.
     """
 
@@ -77,6 +79,8 @@ class Surroundings:
     create_peers: Callable[[Desk], Peers] = Alone
     actors: ListActors = list
     dashboard: Callable[[], str | None] = str
+    node: str = ""
+    nodes: Callable[[], Collection[str]] = tuple
     on_loopback: bool = False
 
 
@@ -103,7 +107,7 @@ def build_asgi_app(
     chat, adapters = ChatCompletions(async_llm, config, stream_ids), Adapters(async_llm)
     store = open_store(shared_actors or {}, config.ingress.store, surroundings.application)
     responses = CreateResponse(async_llm, chat, store, gate, surroundings.secret)
-    desk = Desk(async_llm, lifecycle)
+    desk = Desk(async_llm, lifecycle, surroundings.node)
     peers = surroundings.create_peers(desk)
 
     def post(
@@ -148,7 +152,7 @@ def build_asgi_app(
         openapi_route(),
         docs_route(),
     ]
-    app = _App(routes=routes, middleware=_middleware(async_llm, config, http_metrics, state, surroundings.on_loopback))
+    app = _App(routes=routes, middleware=_middleware(async_llm, config, http_metrics, state, surroundings))
     app.router.redirect_slashes = False
     app.state.lifecycle = lifecycle
     app.state.desk = desk
@@ -157,14 +161,15 @@ def build_asgi_app(
 
 
 def _middleware(
-    async_llm: AsyncLLM, config: Config, http_metrics: HTTPMetrics, state: StateClient, on_loopback: bool
+    async_llm: AsyncLLM, config: Config, http_metrics: HTTPMetrics, state: StateClient, around: Surroundings
 ) -> list[Middleware]:
     """The middleware, outermost first. With API keys, the keys share the queue."""
     middleware = [Middleware(RequestContextMiddleware, http_metrics, config.ingress.access_log)]
     if origins := config.ingress.cors_origins:
         middleware.insert(0, Middleware(ConfiguredOriginsMiddleware, origins))
     if (hosts := config.ingress.allowed_hosts) or not config.ingress.has_keys:
-        middleware.append(Middleware(HostMiddleware, hosts, enforced=bool(hosts) or on_loopback))
+        enforced = bool(hosts) or around.on_loopback
+        middleware.append(Middleware(HostMiddleware, hosts, around.nodes, enforced=enforced))
     if config.ingress.has_keys:
         keys = APIKeys(config.ingress, config.scheduler.policy, config.cache.share_prefixes)
         open_paths = set(config.ingress.open_paths)

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import asyncio
 import os
-import platform
 import time
 from abc import ABC, abstractmethod
 from dataclasses import dataclass
@@ -27,8 +26,9 @@ _ENDED = "The request was ended by an operator."
 class Desk:
     """Answers questions about this process, as plain values."""
 
-    def __init__(self, llm: AsyncLLM, lifecycle: Lifecycle) -> None:
-        self._llm, self._lifecycle = llm, lifecycle
+    def __init__(self, llm: AsyncLLM, lifecycle: Lifecycle, node: str = "") -> None:
+        """``node`` is the address of this process's node, as Ray has it."""
+        self._llm, self._lifecycle, self._node = llm, lifecycle, node
         self._began = time.time()
         self.kept = History(llm)
 
@@ -58,7 +58,7 @@ class Desk:
         queue = self._llm.admission
         return {
             "name": self.name,
-            "node": platform.node(),
+            "node": self._node,
             "pid": os.getpid(),
             "state": "draining" if self._lifecycle.shutting_down else "ready" if self._llm.is_ready else "starting",
             "began": self._began,
@@ -110,7 +110,7 @@ class ServePeers(Peers):
         self._known: set[str] = set()
 
     async def ask(self, method: str, *args: Any) -> Answers:
-        found = dict([self._desk.ask(method, *args)])
+        own = dict([self._desk.ask(method, *args)])
         late = 0
         try:
             async with asyncio.timeout(ANSWER_S):
@@ -118,7 +118,8 @@ class ServePeers(Peers):
         except Exception:  # any error of Serve: return the known answers
             results, late = [], 1
         late += sum(isinstance(result, BaseException) for result in results)
-        found.update(result for result in results if not isinstance(result, BaseException))
+        # This replica is asked twice: what it answered second, as that a request has ended already, does not count.
+        found = dict(result for result in results if not isinstance(result, BaseException)) | own
         missing = sorted(self._known - found.keys()) if late else []
         self._known = (self._known | found.keys()) if late else set(found)
         return Answers(list(found.values()), missing or ["another ingress replica"] * bool(late))

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import ipaddress
 import socket
+from collections.abc import Collection
 
 from starlette.datastructures import Headers
 from starlette.types import Scope
@@ -45,11 +46,15 @@ def check_local(scope: Scope) -> None:
         raise PermissionDeniedError(_ADVICE)
 
 
-def comes_from_here(scope: Scope, headers: Headers) -> bool:
-    """Whether the request comes from this machine. If a local proxy names its client, the client must be local too."""
+def comes_from_here(scope: Scope, headers: Headers, nodes: Collection[str] = ()) -> bool:
+    """Whether the request comes from this machine, or from one of the cluster's ``nodes`` through the node's own proxy.
+
+    A proxy, on this machine or on a node, adds the address of its client at the end of X-Forwarded-For.
+    """
     client = (scope.get("client") or ("",))[0]
-    forwarded = headers.getlist("x-forwarded-for")
-    return all(map(is_loopback, [client, *(forwarded[-1].rpartition(",")[2:] if forwarded else ())]))
+    if not (forwarded := headers.getlist("x-forwarded-for")):
+        return is_loopback(client)
+    return is_loopback(forwarded[-1].rpartition(",")[2]) and (is_loopback(client) or client in nodes)
 
 
 def is_loopback(host: str) -> bool:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import re
 import time
 import uuid
-from collections.abc import Iterable
+from collections.abc import Callable, Collection, Iterable
 from typing import TYPE_CHECKING
 from urllib.parse import quote
 
@@ -145,9 +145,13 @@ class HostMiddleware:
     leads to this machine could read the answers.
     """
 
-    def __init__(self, app: ASGIApp, allowed: tuple[str, ...], *, enforced: bool) -> None:
+    def __init__(
+        self, app: ASGIApp, allowed: tuple[str, ...], nodes: Callable[[], Collection[str]] = tuple, *, enforced: bool
+    ) -> None:
+        """``nodes`` lists the addresses of the cluster's nodes, whose proxies name their clients."""
         self._app = app
         self._hosts = Hosts(allowed)
+        self._nodes = nodes
         self._enforced = enforced
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
@@ -158,7 +162,7 @@ class HostMiddleware:
                 shown = clip(headers["host"], _MAX_SHOWN_HOST)
                 advice = "use localhost, or add the name to ingress.allowed_hosts"
                 raise PermissionDeniedError(f"The Host header '{shown}' is no name of this server: {advice}.")
-            scope["raylm.is_local"] = known and comes_from_here(scope, headers)
+            scope["raylm.is_local"] = known and comes_from_here(scope, headers, self._nodes())
         await self._app(scope, receive, send)
 
 

@@ -67,6 +67,20 @@ async def test_who_does_not_answer_is_named(monkeypatch: pytest.MonkeyPatch) -> 
     assert (await peers.ask("listed", ALL)).missing == ["b", "c"]
 
 
+async def test_a_request_of_the_replica_that_is_asked_to_end_it_counts_as_ended() -> None:
+    """The deployment's handle asks that replica once more, when the request has ended."""
+    here, there = desk("a"), desk("b")
+    with here._llm.timelines.request("mine", "", "/") as record:
+        assert record is not None
+
+        def cancel(_: Exception) -> None:
+            record.cancel = None
+
+        record.cancel = cancel
+        answers = await ServePeers(here, Handle(here, there)).ask("end", "mine", None)  # type: ignore[arg-type]
+    assert sorted(answers.found) == [False, True]
+
+
 async def test_what_one_replica_holds_another_finds_and_ends() -> None:
     here, there = desk("a"), desk("b")
     peers = ServePeers(here, Handle(here, there))  # type: ignore[arg-type]

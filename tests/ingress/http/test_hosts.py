@@ -72,6 +72,32 @@ async def test_a_server_on_other_addresses_answers_every_name_unless_some_are_se
         assert await statuses(client, "evil.example") == {403}
 
 
+@pytest.mark.parametrize(
+    ("client", "forwarded", "status"),
+    [
+        ("127.0.0.1", None, 200),
+        ("127.0.0.1", "127.0.0.1", 200),
+        ("10.0.0.2", "127.0.0.1", 200),  # HAProxy of a node, whose client is on that node
+        ("10.0.0.2", "9.9.9.9, ::1", 200),
+        ("10.0.0.2", "10.0.0.3", 403),
+        ("10.0.0.2", "127.0.0.1, 9.9.9.9", 403),
+        ("10.0.0.2", None, 403),
+        ("10.0.0.9", "127.0.0.1", 403),  # no node, so it may say what it likes
+        ("127.0.0.1", "10.0.0.2", 403),
+    ],
+)
+async def test_localhost_is_answered_alike_by_the_replicas_of_all_nodes(
+    client: str, forwarded: str | None, status: int
+) -> None:
+    around = Surroundings(nodes=lambda: {"10.0.0.1", "10.0.0.2"})
+    app = build_asgi_app(FakeAsyncLLM(), Config(), surroundings=around)  # type: ignore[arg-type]
+    transport = httpx.ASGITransport(app, client=(client, 9))
+    headers = {"x-forwarded-for": forwarded} if forwarded else {}
+    async with httpx.AsyncClient(transport=transport, base_url="http://localhost") as api:
+        for path in ("/v1/requests", "/v1/cluster"):
+            assert (await api.get(path, headers=headers)).status_code == status
+
+
 async def test_a_server_with_keys_needs_no_names(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("KEYS", "alice: sk-a")
     async with client_of({"api_keys_env": "KEYS"}) as client:
