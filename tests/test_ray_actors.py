@@ -266,6 +266,26 @@ async def test_an_engine_that_does_not_acknowledge_a_request_is_lost(
     assert "has given no sign of life for 2 s" in str(caught.value.__cause__)
 
 
+async def test_an_engine_that_opens_no_stream_has_a_limit_in_time(start: Start) -> None:
+    engine = start()
+    await running(engine)
+    info = await engine.core.info.remote()
+    pid = await engine.core.__ray_call__.remote(lambda _: os.getpid())
+    os.kill(pid, signal.SIGSTOP)
+    try:
+        async with asyncio.timeout(30):  # less than Ray needs
+            with pytest.raises(TimeoutError) as caught:
+                await RayEngineClient.connect(engine.core, info)
+        assert "ray_engine_client" in str(caught.traceback[-2].path), "its own limit"
+    finally:
+        os.kill(pid, signal.SIGCONT)
+    client = await RayEngineClient.connect(engine.core, info)
+    client.add(request(1, 5))
+    tokens, _ = await read(client.outputs(), {1})
+    assert tokens[1] == FakeModel().continuation(PROMPT, 3, 5)
+    await client.close()
+
+
 @both_ways
 async def test_an_idle_engine_and_an_idle_client_keep_each_other(start: Start, connect: Connect) -> None:
     engine = start()

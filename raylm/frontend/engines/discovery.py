@@ -30,7 +30,7 @@ class Discovery:
     """Finds engines from construction to ``stop``, which no request may cancel.
 
     An EngineCore's name belongs to one incarnation and is removed when it ends. So each name is connected once, and
-    again only if the connection was lost while the engine lives and does not drain.
+    again only if the engine lives and does not drain: it did not answer, or the connection was lost.
 
     Engines whose configuration has this ``digest`` are passed to ``found`` when they join. While an application is
     updated, it has engines of other digests. They are passed on if they have the fingerprint of one with this digest,
@@ -87,6 +87,11 @@ class Discovery:
             reason = as_raylm_error(error) if isinstance(error, RayError) else error
             logger.warning("%s ended before it was ready: %s", name, reason, extra=about("engine.gone"))
             return
+        except TimeoutError:
+            logger.warning("%s does not answer, and is asked again.", name, extra=about("engine.silent"))
+            await asyncio.sleep(RECONNECT_S)
+            self._forget(name)
+            return
         if name.digest == self._digest:
             self._fingerprints.add(client.info.worker.fingerprint)
         self._found(client)
@@ -99,6 +104,10 @@ class Discovery:
         logger.warning(
             "lost the connection to %s, which is alive; connecting again", name, extra=about("engine.line_lost")
         )
+        self._forget(name)
+
+    def _forget(self, name: EngineName) -> None:
+        """Connect to this engine anew, as long as it has its name."""
         self._connecting.pop(name, None)
         self._unsettle()
 

@@ -41,6 +41,7 @@ async def connect_engine(core: ActorHandle) -> ActorEngineClient:
 
     Raises:
         EngineDiedError: the engine ended before it was ready.
+        TimeoutError: the engine is ready, but does not answer within SILENCE_S. It may answer later.
     """
     try:
         info: EngineInfo = await core.info.remote()
@@ -213,10 +214,11 @@ class RayEngineClient(ActorEngineClient):
 
     @classmethod
     async def connect(cls, core: ActorHandle, info: EngineInfo) -> RayEngineClient:
-        """Open the stream. Raises RayError if the engine ends before that."""
+        """Open the stream. Raises RayError if the engine ends before that, TimeoutError after SILENCE_S."""
         client = cls(core, info)
         try:
-            client._received.put_nowait(await (await anext(client._stream)))
+            async with asyncio.timeout(SILENCE_S):
+                client._received.put_nowait(await (await anext(client._stream)))
         except BaseException:
             await client.close()
             raise

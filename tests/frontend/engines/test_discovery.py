@@ -102,6 +102,34 @@ async def test_a_line_that_is_lost_to_an_engine_that_lives_is_told_and_one_that_
     watching.stop()
 
 
+async def test_an_engine_that_does_not_answer_is_asked_again(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    client, tries = Client(), 0
+
+    async def connect(core: object) -> Client:
+        nonlocal tries
+        tries += 1
+        if tries < 3:
+            raise TimeoutError
+        return client
+
+    listed = [{"name": "EngineCore:app:d:a", "namespace": NAMESPACE}]
+    monkeypatch.setattr(discovery, "list_named_actors", lambda all_namespaces: listed)
+    monkeypatch.setattr(discovery, "PERIOD_S", 0.001)
+    monkeypatch.setattr(discovery, "RECONNECT_S", 0.001)
+    monkeypatch.setattr(discovery.ray, "get_actor", lambda name, namespace: name)
+    monkeypatch.setattr(discovery, "connect_engine", connect)
+    found: asyncio.Queue[object] = asyncio.Queue()
+    watching = Discovery("app", "d", found.put_nowait)
+    async with asyncio.timeout(10):
+        assert await found.get() is client
+    assert [record.getMessage() for record in caplog.records] == [
+        "EngineCore:app:d:a does not answer, and is asked again."
+    ] * 2
+    watching.stop()
+
+
 async def test_the_line_to_an_engine_that_dropped_this_client_is_opened_again_at_once(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
