@@ -18,8 +18,10 @@ from raylm.engine import SUPERVISOR_CPUS, Engine, EnginePolicy, Targets, drain_l
 from raylm.errors import ConfigError
 from raylm.frontend import check_observers
 from raylm.ingress import SHARED_ACTORS, Ingress, read_keys
+from raylm.ray_private import head_resource
 
 INGRESS_CPUS = 0.1
+_ANY = 0.001  # of a resource, the least that Ray knows
 STOP_POLL_S = 0.1
 DRAIN_MARGIN_S = 3.0
 HEALTH_PERIOD_S = 0.25  # time after which a killed replica is replaced
@@ -67,7 +69,7 @@ def build_app(config: Config | dict[str, Any]) -> Application:
     if config.ingress.replicas > 1:
         options: dict[str, Any] = {
             "max_ongoing_requests": _SHARED_ACTOR_REQUESTS,
-            "ray_actor_options": {"num_cpus": INGRESS_CPUS},
+            "ray_actor_options": {"num_cpus": 0, "resources": {head_resource(): _ANY}},  # its file is there
             "health_check_period_s": HEALTH_PERIOD_S,
         }
         shared_actors = {name: serve.deployment(actor, **options).bind(config) for name, actor in SHARED_ACTORS.items()}
@@ -104,8 +106,10 @@ def _checked(config: Config | dict[str, Any]) -> Config:
 
 def _gpus(config: Config) -> int:
     """Number of GPUs of each worker, 0 or 1."""
-    most = max((int(node["Resources"].get("GPU", 0)) for node in ray.nodes() if node["Alive"]), default=0)
+    nodes = [node["Resources"] for node in ray.nodes() if node["Alive"]]
+    most = max((int(node.get("GPU", 0)) for node in nodes), default=0)
     if config.device == "cpu" or (config.device == "auto" and not most):
+        _check_cpus(config, max((node.get("CPU", 0.0) for node in nodes), default=0.0))
         return 0
     if not most:
         raise ConfigError("device: 'cuda' is set, but the cluster has no GPU.")
@@ -115,3 +119,13 @@ def _gpus(config: Config) -> int:
             f"engine.tensor_parallel_size: {ranks} workers need a GPU each on one node; no node has more than {most}."
         )
     return 1
+
+
+def _check_cpus(config: Config, most: float) -> None:
+    """``most`` are the CPUs of the largest node, 0 if none has joined the cluster yet."""
+    needed, ranks = sum(bundle["CPU"] for bundle in placement_bundles(config, 0)), config.engine.tensor_parallel_size
+    if 0 < most < needed:
+        raise ConfigError(
+            f"engine.tensor_parallel_size: an engine of {ranks} workers (engine.num_cpus: {config.engine.num_cpus:g}) "
+            f"needs {needed:g} CPUs on one node; no node has more than {most:g}."
+        )

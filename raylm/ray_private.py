@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import functools
 import secrets
+from collections import Counter
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
@@ -128,6 +129,47 @@ def start_dashboard() -> str:
     return str(node.webui_url)
 
 
+def spread_over_nodes(deployments: frozenset[str]) -> None:
+    """Make Serve place each replica of these deployments on the node that has the fewest of them and room for one more.
+
+    Call in Serve's controller. Serve itself lets Ray choose: a replica in a placement group goes where most is taken,
+    others go in turn with the replicas of all deployments, so that two may share a node while another has none. A
+    replica that needs a GPU is left to Ray. Later calls in the same process do nothing.
+    """
+    from ray.serve._private.deployment_scheduler import DeploymentScheduler
+
+    place = DeploymentScheduler._schedule_replica
+    if hasattr(place, "__wrapped__"):
+        return
+
+    @functools.wraps(place)
+    def spread(self: Any, scheduling_request: Any, default_scheduling_strategy: str, **more: Any) -> bool:
+        is_free = default_scheduling_strategy == "SPREAD" and not more
+        if is_free and scheduling_request.replica_id.deployment_id.name in deployments:
+            more["target_node_id"] = _least_used_node(self, scheduling_request)
+        return bool(place(self, scheduling_request, default_scheduling_strategy, **more))
+
+    DeploymentScheduler._schedule_replica = spread
+
+
+def _least_used_node(scheduler: Any, request: Any) -> str | None:
+    """The node with room that has the fewest replicas of the deployment, then of all; None leaves it to Ray."""
+    needed = request.requested_resources
+    if needed.get("GPU"):
+        return None
+    own: Counter[str] = Counter()
+    every: Counter[str] = Counter()
+    for deployment_id in {*scheduler._running_replicas, *scheduler._launching_replicas}:
+        nodes = [*scheduler._running_replicas[deployment_id].values()]
+        nodes += [info.target_node_id for info in scheduler._launching_replicas[deployment_id].values()]
+        every.update(nodes)
+        if deployment_id == request.replica_id.deployment_id:
+            own.update(nodes)
+    free = scheduler._get_available_resources_per_node()
+    fitting = [node for node, resources in free.items() if resources.can_fit(needed)]
+    return min(fitting, key=lambda node: (own[node], every[node], node), default=None)
+
+
 def haproxy_manager() -> type:
     """The undecorated class of the actor that writes HAProxy's configuration and runs HAProxy."""
     from ray.serve._private import haproxy
@@ -155,6 +197,7 @@ class HAProxySettings:
     error_answer: bytes
     bufsize: int
     max_connections: int
+    connect_timeout_s: int
     head_timeout_s: int
     reader_timeout_s: int
     options: tuple[str, ...]
@@ -165,6 +208,7 @@ def configure_haproxy(manager: Any, settings: HAProxySettings) -> None:
     haproxy = manager._haproxy
     haproxy.cfg.bufsize = settings.bufsize
     haproxy.cfg.maxconn = settings.max_connections
+    haproxy.cfg.timeout_connect_s = settings.connect_timeout_s
     haproxy.cfg.timeout_http_request_s = settings.head_timeout_s
     haproxy.cfg.timeout_client_s = settings.reader_timeout_s
     Path(haproxy.cfg.error_file_path).write_bytes(settings.error_answer)
@@ -257,6 +301,13 @@ def fallback_proxys_port() -> int:
     from ray.serve._private import constants
 
     return int(constants.RAY_SERVE_FALLBACK_PROXY_HTTP_PORT)
+
+
+def head_resource() -> str:
+    """The resource that the head node alone has, 1 of it."""
+    from ray._common.constants import HEAD_NODE_RESOURCE_NAME
+
+    return str(HEAD_NODE_RESOURCE_NAME)
 
 
 def listen_where_ray_does() -> None:

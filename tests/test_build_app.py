@@ -42,6 +42,20 @@ def test_a_config_and_its_dict_make_the_same(monkeypatch: pytest.MonkeyPatch, gi
     assert built._bound_deployment.init_args[0] == Config(device="cpu")
 
 
+def test_workers_that_fit_no_node_are_refused_by_name(monkeypatch: pytest.MonkeyPatch) -> None:
+    from raylm import app
+
+    nodes = [{"Alive": True, "Resources": {"CPU": cpus}} for cpus in (2.0, 4.0)]
+    nodes.append({"Alive": False, "Resources": {"CPU": 64.0}})
+    monkeypatch.setattr(app.ray, "nodes", lambda: nodes)
+    engine = {"tensor_parallel_size": 4, "num_cpus": 1}
+    with pytest.raises(ConfigError, match=r"^engine.tensor_parallel_size: an engine of 4 workers \(engine.num_cpus"):
+        app.build_app({"device": "cpu", "engine": engine})
+    app.build_app({"device": "cpu", "engine": engine | {"tensor_parallel_size": 3}})
+    nodes[:2] = []  # none has joined yet
+    app.build_app({"device": "cpu", "engine": engine})
+
+
 def test_a_range_of_engines_is_serves_autoscaling_by_our_policy(monkeypatch: pytest.MonkeyPatch) -> None:
     from raylm import app
 

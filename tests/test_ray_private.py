@@ -7,6 +7,7 @@ import re
 from functools import reduce
 from importlib import import_module
 from pathlib import Path
+from typing import Any
 
 import pytest
 import yaml
@@ -31,6 +32,7 @@ pytestmark = pytest.mark.filterwarnings("ignore")  # Ray warns when its modules 
         ("ray.experimental.internal_kv", "_internal_kv_put"),
         ("ray.experimental.internal_kv", "_internal_kv_del"),
         ("ray.experimental.internal_kv", "_internal_kv_get"),
+        ("ray._common.constants", "HEAD_NODE_RESOURCE_NAME"),
         ("ray._common.utils", "import_attr"),
         ("ray._private.state", "actors"),
         ("ray._private.state", "jobs"),
@@ -40,6 +42,8 @@ pytestmark = pytest.mark.filterwarnings("ignore")  # Ray warns when its modules 
         ("ray.serve._private.client", "ServeControllerClient.delete_apps"),
         ("ray.serve.context", "_get_global_client"),
         ("ray.serve._private.controller", "HAProxyManager"),
+        ("ray.serve._private.deployment_scheduler", "DeploymentScheduler._get_available_resources_per_node"),
+        ("ray.serve._private.deployment_scheduler", "ReplicaSchedulingRequest.requested_resources"),
         ("ray.serve._private.haproxy", "HAProxyManager.__ray_metadata__.modified_class.__ray_actor_class__"),
         ("ray.serve._private.haproxy", "HAProxyApi._start_and_wait_for_haproxy"),
         ("ray.serve._private.haproxy", "HAProxyConfig.bufsize"),
@@ -50,6 +54,7 @@ pytestmark = pytest.mark.filterwarnings("ignore")  # Ray warns when its modules 
         ("ray.serve._private.constants", "SERVE_MULTIPLEXED_MODEL_ID"),
         ("ray.serve._private.constants", "SERVE_SESSION_ID"),
         ("ray.serve._private.haproxy", "HAProxyConfig.timeout_client_s"),
+        ("ray.serve._private.haproxy", "HAProxyConfig.timeout_connect_s"),
         ("ray.serve._private.haproxy", "HAProxyConfig.timeout_http_request_s"),
     ],
 )
@@ -66,6 +71,8 @@ def test_a_name_is_there(module: str, name: str) -> None:
         ("ray.serve._private.replica", "__serve_build_asgi_app__"),
         ("ray.serve._private.haproxy", "self._haproxy"),
         ("ray._private.node", "self.all_processes"),
+        ("ray.serve._private.deployment_scheduler", "self._running_replicas"),
+        ("ray.serve._private.deployment_scheduler", "self._launching_replicas"),
     ],
 )
 def test_an_attribute_of_an_object_is_there(module: str, attribute: str) -> None:
@@ -113,6 +120,76 @@ def test_a_part_that_went_away_is_no_silent_change(name: str, monkeypatch: pytes
     with pytest.raises(RuntimeError, match="0 times instead of once"):
         ray_private.edit_haproxys_template(ray_private.HAProxyLines("", "", "", "    x\n", 10, None))
     assert before == haproxy.HAPROXY_CONFIG_TEMPLATE
+
+
+class Nodes:
+    """What Serve knows of three nodes of four CPUs."""
+
+    def __init__(self) -> None:
+        self.cpus = dict.fromkeys("abc", 4.0)
+
+    def get_active_node_ids(self) -> set[str]:
+        return set(self.cpus)
+
+    def get_available_resources_per_node(self) -> dict[str, dict[str, float]]:
+        return {node: {"CPU": cpus, "GPU": 4.0} for node, cpus in self.cpus.items()}
+
+    get_total_resources_per_node = get_available_resources_per_node
+
+
+def test_replicas_are_spread_over_the_nodes_that_have_room(monkeypatch: pytest.MonkeyPatch) -> None:
+    from ray.serve._private.common import DeploymentID, ReplicaID
+    from ray.serve._private.deployment_scheduler import (
+        DeploymentScheduler,
+        ReplicaConfig,
+        ReplicaSchedulingRequest,
+        SpreadDeploymentSchedulingPolicy,
+    )
+
+    from raylm.ray_private import spread_over_nodes
+
+    placed: list[str | None] = []
+
+    def place(self: Any, request: Any, strategy: str, target_node_id: str | None = None) -> bool:
+        placed.append(target_node_id)
+        del self._pending_replicas[request.replica_id.deployment_id][request.replica_id]
+        self._on_replica_launching(request.replica_id, target_node_id=target_node_id)
+        return True
+
+    monkeypatch.setattr(DeploymentScheduler, "_schedule_replica", place)
+    spread_over_nodes(frozenset({"Ingress"}))
+    nodes = Nodes()
+    scheduler = DeploymentScheduler(nodes, "a", lambda request: None)
+
+    def start(name: str, replica: str, resources: dict[str, float]) -> str | None:
+        """Which node is asked for."""
+        of = DeploymentID(name, "app")
+        if of not in scheduler._deployments:
+            scheduler.on_deployment_created(of, SpreadDeploymentSchedulingPolicy())
+            config = ReplicaConfig.create(Nodes, ray_actor_options={"num_cpus": 0.1})
+            scheduler.on_deployment_deployed(of, config)
+        request = ReplicaSchedulingRequest(
+            replica_id=ReplicaID(replica, of), actor_def=None, actor_resources=resources, actor_options={},
+            actor_init_args=(), on_scheduled=lambda *_: None,
+        )  # fmt: skip
+        scheduler._pending_replicas[of][request.replica_id] = request
+        scheduler._schedule_with_spread_strategy()
+        return placed[-1]
+
+    small = {"CPU": 0.1}
+    assert start("Other", "o", small) is None
+    assert {start("Ingress", one, small) for one in "123"} == {"a", "b", "c"}
+    assert {start("Ingress", one, small) for one in "456"} == {"a", "b", "c"}, "an update, before old replicas stop"
+    for one in "14":
+        scheduler.on_replica_running(ReplicaID(one, DeploymentID("Ingress", "app")), "a")
+        scheduler.on_replica_stopping(ReplicaID(one, DeploymentID("Ingress", "app")))
+    nodes.cpus.pop("a")  # is lost
+    assert {start("Ingress", one, small) for one in "78"} == {"b", "c"}
+    nodes.cpus["b"] = 0.0
+    assert start("Ingress", "9", small) == "c", "the only one that has room"
+    nodes.cpus["c"] = 0.0
+    assert start("Ingress", "10", small) is None
+    assert start("Ingress", "11", {"GPU": 1.0}) is None
 
 
 def test_a_replica_listens_for_others_by_the_function_that_is_replaced() -> None:

@@ -3,17 +3,20 @@
 from __future__ import annotations
 
 import asyncio
+from collections.abc import Awaitable
 from typing import Any, cast
 
 import ray
 from ray.actor import ActorHandle
 from ray.exceptions import RayError
+from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 
-from raylm.engine import NAMESPACE
+from raylm.engine import NAMESPACE, Silence
 from raylm.frontend.state.application_state import SETTLE_S, ApplicationState, Departed, Series
 from raylm.frontend.state.client import StateLostError
 from raylm.frontend.state.messages import StateReply, StateReport
 
+ANSWER_S = 3.0  # time limit for an answer of a state that has started, which takes milliseconds
 SILENCE_S = 60.0  # after this time without a report from any replica, the application has ended
 
 
@@ -46,13 +49,18 @@ class StateActor:
 
 
 class RemoteState:
-    """The StateActor of an application. Starts it if there is none."""
+    """The StateActor of an application. Starts it on this node if there is none.
+
+    A state that does not answer within ANSWER_S is ended, and the next call starts a new one. Ray notices only later
+    that the state's node does not answer. All replicas find the new state by its name.
+    """
 
     shared = True
 
     def __init__(self, app_name: str) -> None:
         self._name = state_name(app_name)
         self._actor: ActorHandle | None = None
+        self._has_answered = False  # before that it may still start
 
     async def exchange(self, report: StateReport) -> StateReply:
         return cast(StateReply, await self._call("exchange", report))
@@ -67,13 +75,40 @@ class RemoteState:
         try:
             if self._actor is None:
                 self._actor = await asyncio.to_thread(self._open)
-            return await getattr(self._actor, method).remote(*args)
+            answer = await self._answer(getattr(self._actor, method).remote(*args))
         except (RayError, ValueError) as error:
-            self._actor = None
+            self._forget()
             raise StateLostError(str(error).splitlines()[0]) from error
+        self._has_answered = True
+        return answer
+
+    async def _answer(self, asked: Awaitable[Any]) -> Any:
+        """What an actor answers that has answered before, within ANSWER_S of this process's time."""
+        answer = asyncio.ensure_future(asked)
+
+        def give_up() -> None:
+            answer.cancel()
+
+        silence = Silence(give_up, ANSWER_S) if self._has_answered else None
+        try:
+            await asyncio.wait([answer])
+        finally:
+            answer.cancel()
+            if silence is not None:
+                silence.stop()
+        if not answer.cancelled():
+            return answer.result()
+        await asyncio.to_thread(ray.kill, self._actor)
+        self._forget()
+        raise StateLostError(f"it has given no sign of life for {ANSWER_S:g} s")
+
+    def _forget(self) -> None:
+        self._actor, self._has_answered = None, False
 
     def _open(self) -> ActorHandle:
         options: dict[str, Any] = {"num_cpus": 0, "max_restarts": -1, "lifetime": "detached", "get_if_exists": True}
+        here = NodeAffinitySchedulingStrategy(ray.get_runtime_context().get_node_id(), soft=True)  # this node answers
+        options["scheduling_strategy"] = here
         return ray.remote(StateActor).options(name=self._name, namespace=NAMESPACE, **options).remote()
 
 

@@ -25,7 +25,7 @@ from raylm.stages import about
 logger = logging.getLogger("raylm.frontend")
 
 PERIOD_S = 1.0  # between reports that have nothing urgent to tell
-CLAIM_TIMEOUT_S = 10.0
+CLAIM_TIMEOUT_S = 5.0
 SERIES_TIMEOUT_S = 2.0
 _RETRY_S = 0.2
 

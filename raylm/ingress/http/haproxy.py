@@ -27,9 +27,12 @@ _HEAD_S = 10  # time limit of a request's head, after which HAProxy answers 408
 _KEPT_S = 10  # time limit of a connection without a request; OpenAI's clients reuse a connection for 5 s
 _LAST_PLACES = 1024  # connections reserved for addresses that have few connections, such as probes
 _FEW = 8
+_CONNECT_S = 2  # time limit to connect to a replica; then HAProxy takes another replica
+_IDLE_S, _PROBE_S, _PROBES = 5, 2, 3  # TCP keep-alive: seconds without data, seconds between probes, lost probes
 _READER_S = 120  # a client that reads nothing for this time is disconnected
 _NO_SPLICING = "-dS"  # with splice(), HAProxy does not notice that a client disconnects while it waits for an answer
 
+_SPREAD = frozenset({"Ingress", "Engine"})  # deployments whose replicas are spread over the nodes
 _MONITOR_VARIABLE = "RAYLM_HAPROXY_MONITOR_HOST"
 _FALLBACK_VARIABLE = "RAY_SERVE_FALLBACK_PROXY_HTTP_PORT"
 
@@ -43,6 +46,16 @@ _CONNECTIONS_OF_ADDRESSES = """    stick-table type ipv6 size 100k expire 10m st
 
 # adds the client's address to X-Forwarded-For, after the values that the client sent
 _FORWARD_CLIENT = "    option forwardfor\n"
+
+# Cuts the connections to a replica whose node is silent, for example without power. The kernel of the node answers
+# keep-alive probes for a live replica, even a stopped one, so an idle stream is not cut. tcp-ut is the same limit for
+# sent data that is not acknowledged.
+_CUT_SILENT = f"""    option srvtcpka
+    srvtcpka-idle {_IDLE_S}s
+    srvtcpka-intvl {_PROBE_S}s
+    srvtcpka-cnt {_PROBES}
+    default-server tcp-ut {_IDLE_S + _PROBES * _PROBE_S}s
+"""
 
 # HAProxy answers probes itself if a replica reported readiness in the last few seconds. A replica with many new
 # connections would answer a probe late. Without such a report, for example at the start, HAProxy asks the replicas,
@@ -100,9 +113,9 @@ def configure(manager: object) -> None:
     )
     monitor = os.environ.get(_MONITOR_VARIABLE) or None
     ray_private.edit_haproxys_template(
-        ray_private.HAProxyLines(_FORWARD_CLIENT, connections, _PROBES, _ASKED, _KEPT_S, monitor)
+        ray_private.HAProxyLines(_FORWARD_CLIENT + _CUT_SILENT, connections, _PROBES, _ASKED, _KEPT_S, monitor)
     )
-    settings = (head.encode() + body, _BUFSIZE, most, _HEAD_S, _READER_S, (_NO_SPLICING,))
+    settings = (head.encode() + body, _BUFSIZE, most, _CONNECT_S, _HEAD_S, _READER_S, (_NO_SPLICING,))
     ray_private.configure_haproxy(manager, ray_private.HAProxySettings(*settings))
 
 
@@ -125,6 +138,7 @@ class HAProxyManager(ray_private.haproxy_manager()):  # type: ignore[misc]
 def configure_controller() -> None:
     """Configure HAProxy in Serve's controller (RAY_SERVE_CONTROLLER_CALLBACK_IMPORT_PATH), before it starts HAProxy."""
     ray_private.replace_haproxy_manager(HAProxyManager)
+    ray_private.spread_over_nodes(_SPREAD)
     port = ray_private.fallback_proxys_port()
     if ray_private.is_first_start() and not is_free(port):
         report(

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import os
 from collections.abc import Callable, Coroutine, Mapping
 from pathlib import Path
@@ -11,21 +12,28 @@ from urllib.parse import quote
 from raylm.config import Config
 from raylm.errors import ConfigError, StoreLostError
 from raylm.ingress.responses.database import MEMORY, keep_private
-from raylm.ingress.responses.store import ResponseStore
+from raylm.ingress.responses.storage import become_owner, network_storage
+from raylm.ingress.responses.store import FOLLOW_S, ResponseStore
 from raylm.ray_private import listen_where_ray_does
 
 if TYPE_CHECKING:
     from ray.serve.handle import DeploymentHandle
 
 
+ANSWER_S = 4.0  # for an answer of the store; a store that lives takes milliseconds
+LONGER_S: dict[str, float | None] = {"follow": FOLLOW_S + ANSWER_S, "until_cancelled": None}
+
+
 class SharedResponseStore(ResponseStore):
-    """The store as an actor of the application."""
+    """The store as an actor of the application, on the head node, where its file is."""
 
     def __init__(self, config: Config) -> None:
         from ray import serve
 
         listen_where_ray_does()
-        super().__init__(store_path(config.ingress.store, serve.get_replica_context().app_name))
+        path = store_path(config.ingress.store, serve.get_replica_context().app_name)
+        self._owned = become_owner(path)
+        super().__init__(path)
         self.renew_all()
 
 
@@ -56,6 +64,11 @@ def store_path(knob: str | None, application: str) -> str:
         return MEMORY
     try:
         path.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
+        if (kind := network_storage(path)) is not None:
+            raise ConfigError(
+                f"ingress.store: {path} is on a network file system ({kind}), on which SQLite's log does not work; "
+                "choose a file on a disk of the machine."
+            )
         keep_private(path)
     except OSError as error:
         raise ConfigError(f"ingress.store: {path} cannot be written ({error.strerror}); choose another file.") from None
@@ -65,7 +78,8 @@ def store_path(knob: str | None, application: str) -> str:
 class _RemoteStore:
     """Calls the methods of a ResponseStore that is a deployment.
 
-    Calls wait while it is restarted. A call raises StoreLostError if the store is lost during the call.
+    A call raises StoreLostError if the store is lost during the call, or does not answer within ANSWER_S. So no call
+    waits for the store of a silent node, which Ray notices later.
     """
 
     def __init__(self, store: DeploymentHandle) -> None:
@@ -77,8 +91,9 @@ class _RemoteStore:
     def __getattr__(self, name: str) -> Callable[..., Coroutine[Any, Any, Any]]:
         async def call(*args: object) -> Any:
             try:
-                return await getattr(self._store, name).remote(*args)
-            except self._lost as error:
+                async with asyncio.timeout(LONGER_S.get(name, ANSWER_S)):
+                    return await getattr(self._store, name).remote(*args)
+            except (self._lost, TimeoutError) as error:
                 message = "The store of responses was lost and is restarting; try again shortly."
                 raise StoreLostError(message) from error
 

@@ -31,7 +31,7 @@ T = TypeVar("T")
 
 LEASE_S = 5.0  # a job whose maker has not renewed it for this time goes to another maker
 MOST_MAKERS = 3  # of one job; a job that crashed this many makers fails
-_FOLLOW_S = 5.0
+FOLLOW_S = 5.0  # time for which `follow` waits for events
 _ROW_BYTES = 512  # size of a row in addition to its content
 UNFINISHED = ("queued", "in_progress")
 
@@ -195,7 +195,7 @@ class ResponseStore:
             self._wake(self._told, response_id)
         elif not found[0]:
             with suppress(TimeoutError):
-                async with asyncio.timeout(_FOLLOW_S):
+                async with asyncio.timeout(FOLLOW_S):
                     await told.wait()
             return await self._do(work)
         return found

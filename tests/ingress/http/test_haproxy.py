@@ -169,6 +169,23 @@ async def test_it_sees_a_client_hang_up_that_waits_for_an_answer(haproxy: Any, r
         await replica.left.wait()
 
 
+async def test_a_replica_that_goes_without_a_word_is_noticed_by_tcp(haproxy: Any, replica: Replica) -> None:
+    """No other limit ends a stream from a node without power. Linux shows timer 2 where keep-alives are due."""
+    writer = await ask(haproxy.cfg.http_options.port, replica, apart=False)
+
+    def waits() -> list[float]:
+        """Seconds to the next keep-alive, of each connection from HAProxy to the replica that has one due."""
+        rows = [line.split() for line in Path("/proc/net/tcp").read_text().splitlines()[1:]]
+        open_ = [row[5].split(":") for row in rows if row[3] == "01" and row[2].endswith(f":{replica.port:04X}")]
+        return [int(ticks, 16) / os.sysconf("SC_CLK_TCK") for kind, ticks in open_ if kind == "02"]
+
+    async with asyncio.timeout(100):
+        while not (found := waits()):  # noqa: ASYNC110 - in /proc
+            await asyncio.sleep(0.01)
+    assert max(found) <= 5
+    writer.close()
+
+
 async def ask(port: int, replica: Replica, apart: bool) -> asyncio.StreamWriter:
     """Send a request, its body ``apart`` from its head, and wait until the replica has all of it."""
     _, writer = await asyncio.open_connection("127.0.0.1", port)
