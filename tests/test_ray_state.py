@@ -110,6 +110,20 @@ async def test_limits_hold_when_the_state_is_killed(server: Server) -> None:
     assert sorted(answer.status_code for answer in answers) == [200] + [429] * 19, "8 of 9 were used before"
 
 
+async def test_a_state_that_gives_no_sign_of_life_is_replaced(server: Server) -> None:
+    """Its process is stopped, as it would be on a node without power: Ray notices nothing."""
+    (stopped,) = server.processes("StateActor")
+    server.kill_actor("StateActor", signal.SIGSTOP)
+    statuses: list[int] = []
+    async with asyncio.timeout(300):
+        while 200 not in statuses:
+            statuses += [answer.status_code for answer in await answers_of(server, "places", 1, 4)]
+    assert set(statuses) <= {200, 503}
+    assert set(server.processes("StateActor")) - {stopped}
+    with suppress(ProcessLookupError):
+        os.kill(stopped, signal.SIGKILL)
+
+
 def test_adapters_come_back_when_all_start_anew(server: Server) -> None:
     body = {"lora_name": "one", "lora_path": "one"}
     refused = httpx.post(f"{server.url}/v1/load_lora_adapter", json=body, headers=key("places"), timeout=300)

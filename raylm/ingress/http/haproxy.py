@@ -28,7 +28,7 @@ _KEPT_S = 10  # time limit of a connection without a request; OpenAI's clients r
 _LAST_PLACES = 1024  # connections reserved for addresses that have few connections, such as probes
 _FEW = 8
 _CONNECT_S = 2  # time limit to connect to a replica; then HAProxy takes another replica
-_IDLE_S, _PROBE_S, _PROBES = 5, 2, 3  # TCP keep-alive: seconds without data, seconds between probes, lost probes
+_IDLE_S, _PROBE_S, _LOST_PROBES = 5, 2, 3  # TCP keep-alive: seconds without data, seconds between probes, lost probes
 _READER_S = 120  # a client that reads nothing for this time is disconnected
 _NO_SPLICING = "-dS"  # with splice(), HAProxy does not notice that a client disconnects while it waits for an answer
 
@@ -53,8 +53,8 @@ _FORWARD_CLIENT = "    option forwardfor\n"
 _CUT_SILENT = f"""    option srvtcpka
     srvtcpka-idle {_IDLE_S}s
     srvtcpka-intvl {_PROBE_S}s
-    srvtcpka-cnt {_PROBES}
-    default-server tcp-ut {_IDLE_S + _PROBES * _PROBE_S}s
+    srvtcpka-cnt {_LOST_PROBES}
+    default-server tcp-ut {_IDLE_S + _LOST_PROBES * _PROBE_S}s
 """
 
 # HAProxy answers probes itself if a replica reported readiness in the last few seconds. A replica with many new

@@ -1,0 +1,214 @@
+"""Machines as namespaces of this one: each has an address, processes, a host name, /tmp and /dev/shm of its own.
+
+All share this machine's processors and clock, so they say nothing of speed. Needs root on Linux.
+"""
+
+from __future__ import annotations
+
+import os
+import shutil
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager, suppress
+from pathlib import Path
+
+ROOT = Path(__file__).parent.parent.parent
+_NET = "10.77.0"
+_OPERATOR = f"{_NET}.254"
+_DISABLED, _FORWARDING = "0", "3"  # states of a bridge's port
+# The first process of a machine. It mounts what is its own, and takes in processes that lose their parents. What lies
+# below /tmp and is needed stays visible there.
+_INIT = """
+mount --make-rprivate /
+for kept in $KEPT; do mkdir -p "$FOLDER/tmp/${kept#/tmp/}"; mount --bind "$kept" "$FOLDER/tmp/${kept#/tmp/}"; done
+mount --rbind "$FOLDER/tmp" /tmp
+mount -t tmpfs -o size=2g tmpfs /dev/shm
+mount -t proc proc /proc
+hostname "$NAME"
+echo ready
+while :; do sleep 1000 & wait; done
+"""
+
+
+def lacking() -> str | None:
+    """Why machines cannot be made here, None if they can."""
+    if os.geteuid() != 0:
+        return "only root makes network namespaces"
+    if missing := [name for name in ("ip", "bridge", "unshare", "nsenter") if shutil.which(name) is None]:
+        return f"{', '.join(missing)} is not installed"
+    name = f"raylm{os.getpid()}"
+    tried = subprocess.run(["ip", "netns", "add", name], capture_output=True, text=True, check=False)
+    if tried.returncode:
+        return tried.stderr.strip()
+    subprocess.run(["ip", "netns", "del", name], check=True)
+    return None
+
+
+class Machine:
+    """One of them. Its home, as that of all its processes, is /tmp/home."""
+
+    def __init__(self, network: str, number: int, folder: Path) -> None:
+        self.address, self.name = f"{_NET}.{number}", f"node{number}"
+        self.folder, self._network, self._port = folder / self.name, network, f"t{number}"
+        self._hub = f"{network}hub"
+        self._namespace = f"{network}n{number}"
+        _ip("netns", "add", self._namespace)
+        _ip("-n", self._hub, "link", "add", self._port, "type", "veth", "peer", "eth0", "netns", self._namespace)
+        _ip("-n", self._hub, "link", "set", self._port, "master", "br0", "up")
+        _ip("-n", self._namespace, "link", "set", "lo", "up")
+        _ip("-n", self._namespace, "addr", "add", f"{self.address}/24", "dev", "eth0")
+        _ip("-n", self._namespace, "link", "set", "eth0", "up")
+        self.start()
+
+    @property
+    def home(self) -> Path:
+        """As this process sees it."""
+        return self.folder / "tmp" / "home"
+
+    def start(self) -> None:
+        """Begin with an empty /tmp but for its home."""
+        for one in (self.folder / "tmp").glob("*"):
+            if one != self.home and not one.is_mount():
+                shutil.rmtree(one, ignore_errors=True)
+        self.home.mkdir(parents=True, exist_ok=True)
+        needed = {str(ROOT), sys.prefix, sys.base_prefix}
+        kept = " ".join(sorted(path for path in needed if path.startswith("/tmp/")))
+        command = ["ip", "netns", "exec", self._namespace, "unshare", "-m", "-p", "-u", "-i", "--fork", "--kill-child"]
+        self._parent = subprocess.Popen(
+            [*command, "bash", "-c", _INIT],
+            env=os.environ | {"FOLDER": str(self.folder), "NAME": self.name, "KEPT": kept},
+            stdout=subprocess.PIPE,
+            stderr=subprocess.DEVNULL,  # unshare complains when the first process is killed
+            text=True,
+        )
+        assert self._parent.stdout is not None
+        with self._parent.stdout as said:
+            assert said.readline() == "ready\n"
+        children = Path(f"/proc/{self._parent.pid}/task/{self._parent.pid}/children").read_text()
+        self._init = int(children)
+        self.plug(in_=True)
+
+    def run(self, *command: str, timeout_s: float = 200, **environment: str) -> str:
+        """What a command writes; its errors are errors."""
+        inside = ["nsenter", "-t", str(self._init), "-m", "-n", "-p", "-u", "-i", "--"]
+        return _run([*inside, "env", "-i", *_variables("/tmp/home", environment), *command], timeout_s)
+
+    def plug(self, *, in_: bool) -> None:
+        """Whether packets pass. Without, neither side hears of it."""
+        state = _FORWARDING if in_ else _DISABLED
+        _run(["ip", "netns", "exec", self._hub, "bridge", "link", "set", "dev", self._port, "state", state], 60)
+
+    def kill(self) -> None:
+        """End all processes at once; the others see their connections closed."""
+        os.kill(self._init, signal.SIGKILL)
+        self._parent.wait()
+
+    def power_off(self) -> None:
+        """The network goes first, so nobody sees a connection closed."""
+        self.plug(in_=False)
+        self.kill()
+
+    @contextmanager
+    def frozen(self) -> Iterator[None]:
+        """All its processes stop, and go on afterwards."""
+        members = self._members()
+        for pid in members:
+            with suppress(ProcessLookupError):
+                os.kill(pid, signal.SIGSTOP)
+        try:
+            yield
+        finally:
+            for pid in members:
+                with suppress(ProcessLookupError):
+                    os.kill(pid, signal.SIGCONT)
+
+    def _members(self) -> list[int]:
+        def namespace(pid: str) -> str:
+            with suppress(OSError):
+                return os.readlink(f"/proc/{pid}/ns/pid")
+            return ""
+
+        own = namespace(str(self._init))
+        pids = [name for name in os.listdir("/proc") if name.isdecimal() and name != str(self._init)]
+        return [int(pid) for pid in pids if namespace(pid) == own]
+
+    def remove(self) -> None:
+        self._parent.poll()
+        if self._parent.returncode is None:
+            self.kill()
+        _run(["ip", "netns", "del", self._namespace], 60)
+
+
+class Network:
+    """Some machines on a switch, and an operator's place beside them; leaving the context ends all of it."""
+
+    def __init__(self, machines: int, folder: Path) -> None:
+        self._prefix, self._folder, self._count = f"rl{os.getpid()}", folder, machines
+        self._hub = f"{self._prefix}hub"
+        self.machines: list[Machine] = []
+        self.home = folder / "operator"
+
+    def __enter__(self) -> Network:
+        self.home.mkdir(parents=True)
+        _ip("netns", "add", self._hub)
+        try:
+            _ip("-n", self._hub, "link", "set", "lo", "up")
+            _ip("-n", self._hub, "link", "add", "br0", "type", "bridge")
+            _ip("-n", self._hub, "addr", "add", f"{_OPERATOR}/24", "dev", "br0")
+            _ip("-n", self._hub, "link", "set", "br0", "up")
+            for number in range(1, self._count + 1):
+                self.machines.append(Machine(self._prefix, number, self._folder))
+        except BaseException:
+            self.__exit__()
+            raise
+        return self
+
+    def operator(self, *command: str, timeout_s: float = 200, **environment: str) -> str:
+        """What a command of the operator writes."""
+        return _run([*self._as_operator(environment), *command], timeout_s)
+
+    def begin(self, *command: str, **environment: str) -> subprocess.Popen[str]:
+        """A command of the operator that goes on."""
+        command = (*self._as_operator(environment), *command)
+        return subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, cwd=ROOT)
+
+    def _as_operator(self, environment: dict[str, str]) -> list[str]:
+        return ["ip", "netns", "exec", self._hub, "env", "-i", *_variables(str(self.home), environment)]
+
+    def __exit__(self, *_: object) -> None:
+        for machine in self.machines:
+            machine.remove()
+        _ip("netns", "del", self._hub)
+
+
+def _variables(home: str, given: dict[str, str]) -> list[str]:
+    path = f"{Path(sys.executable).parent}:/usr/local/bin:/usr/bin:/bin:/usr/sbin:/sbin"
+    usual = {"HOME": home, "USER": "root", "LANG": "C.UTF-8", "PATH": path, "RAY_AUTH_MODE": "token"}
+    usual |= {"RAY_worker_niceness": "0", "OMP_WAIT_POLICY": "PASSIVE", "RAY_USAGE_STATS_ENABLED": "0"}
+    return [f"{name}={value}" for name, value in (usual | given).items()]
+
+
+def _run(command: list[str], timeout_s: float) -> str:
+    done = subprocess.run(command, capture_output=True, text=True, timeout=timeout_s, check=False, cwd=ROOT)
+    if done.returncode:
+        raise RuntimeError(f"{' '.join(command)}: {done.returncode}\n{done.stdout[-2000:]}\n{done.stderr[-2000:]}")
+    return done.stdout
+
+
+def _ip(*arguments: str) -> None:
+    _run(["ip", *arguments], 60)
+
+
+def until(condition: object, what: str, timeout_s: float = 300) -> None:
+    """Wait until a function without arguments says yes; what it raises counts as no."""
+    assert callable(condition)
+    end = time.monotonic() + timeout_s
+    while time.monotonic() < end:
+        with suppress(Exception):
+            if condition():
+                return
+        time.sleep(0.25)
+    raise TimeoutError(what)
