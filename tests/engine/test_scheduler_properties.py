@@ -21,7 +21,7 @@ def live(seed: int, length: int) -> Run:
     return run
 
 
-@settings(max_examples=1000, deadline=None)
+@settings(max_examples=5500, deadline=None)
 @given(seed=st.integers(0, 2**32), length=st.integers(5, 80))
 def test_every_request_gets_what_it_would_have_got_alone(seed: int, length: int) -> None:
     run = live(seed, length)
