@@ -248,7 +248,7 @@ class Config(Frozen):
     dtype: Literal["auto", "float32", "bfloat16", "float16"] = "auto"
     """Data type of the weights and, unless `cache.dtype` is set, of the KV cache; auto: that of the checkpoint."""
     quantization: Literal["int8", "int4"] | None = None
-    """Quantize the weights of linear layers to 8 bits (activations too, row by row) or to 4 bits; only on CPUs.
+    """Quantize the weights of linear layers to 8 or 4 bits, and their inputs to 8 bits; only on CPUs.
     Quantized checkpoints are served as they are and do not need it."""
     device: Literal["auto", "cpu", "cuda"] = "auto"
     """auto uses a GPU if the node has one."""

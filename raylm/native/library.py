@@ -21,8 +21,8 @@ def _fields(kind: Any, *names: str) -> Iterator[tuple[str, Any]]:
 class Linear(Structure):
     _fields_ = (
         *_fields(c_int32, "kind", "columns", "depth", "units"),
-        *_fields(c_void_p, "packed", "bias", "scales", "sums", "zeros"),
-        *_fields(c_int32, "group", "unused"),
+        *_fields(c_void_p, "packed", "bias", "scales", "sums"),
+        *_fields(c_int32, "group", "zeros"),
     )
 
 

@@ -19,7 +19,8 @@ KINDS = {torch.float32: lib.FLOAT32, torch.bfloat16: lib.BFLOAT16}
 class Int8Weight:
     """``weight[o, i] = values[o, i] * scales[o]``: values (out, in) int8, scales (out,) float32.
 
-    The kernels also round the inputs to 8 bits, symmetric, with one scale for each row.
+    With scales (out, groups), each group of inputs has a scale, as in ``Int4Weight``. The kernels also round the inputs
+    to 8 bits, symmetric, with one scale for each row, or one for each group of a row.
     """
 
     values: Tensor
@@ -34,9 +35,12 @@ class Int8Weight:
 class Int4Weight:
     """``weight[o, i] = (values[o, i] - zeros[o, g]) * scales[o, g]``, where g is the group of input i.
 
-    values (out, in) uint8 from 0 to 15; scales (out, groups) float32, zeros (out, groups) or None if all are 8. Groups
-    are consecutive inputs of equal number, a multiple of 8. The kernels also round the inputs to 8 bits, symmetric,
-    with one scale for each group of a row, or for at most 128 inputs of a larger group.
+    values: (out, in) uint8, 0 to 15; scales: (out, groups) float32; zeros: (out, groups), 0 to below 16, or None if all
+    zeros are 8. Groups are consecutive inputs, all of one size, a multiple of 8. Beside zeros the kernels keep 12
+    significant bits of a scale, all that float16 and bfloat16 have, and 8 bits of a zero behind the point.
+
+    The kernels also round the inputs to 8 bits, symmetric, with one scale for each group of a row. A group of more than
+    128 inputs is divided.
     """
 
     values: Tensor
@@ -46,7 +50,7 @@ class Int4Weight:
     @property
     def nbytes(self) -> int:
         """The bytes that a step reads: one for each two values."""
-        return self.values.numel() // 2 + self.scales.nbytes * (1 if self.zeros is None else 2)
+        return self.values.numel() // 2 + self.scales.nbytes
 
 
 Weight = Tensor | Int8Weight | Int4Weight
@@ -120,10 +124,21 @@ class NativeLinear:
         self.struct.packed = self._keep(self._words)
 
     def _pack_int8(self, weight: Int8Weight) -> None:
+        if weight.scales.dim() == 2:
+            self._pack_int8_groups(weight)
+            return
         self._pack(weight.values, lib.INT8, per_unit=4)
         sums = weight.values.sum(1, dtype=torch.int32) * 128
         self.struct.scales = self._keep(_padded(weight.scales, self.struct.columns))
         self.struct.sums = self._keep(_padded(sums, self.struct.columns, torch.int32))
+
+    def _pack_int8_groups(self, weight: Int8Weight) -> None:
+        inputs, groups = weight.values.shape[1], weight.scales.shape[1]
+        if inputs % (8 * groups):
+            raise ValueError(f"{inputs} inputs are no {groups} groups of a multiple of 8")
+        self._pack(weight.values.view(torch.uint8) ^ 128, lib.INT8, per_unit=4)
+        self.struct.group = inputs // groups
+        self.struct.scales = self._keep(self._by_stream(weight.scales))
 
     def _pack_int4(self, weight: Int4Weight) -> None:
         inputs, groups = weight.values.shape[1], weight.scales.shape[1]
@@ -134,14 +149,15 @@ class NativeLinear:
         while (part := inputs // groups // parts) > _MOST_GROUP and part % 16 == 0:
             parts *= 2
         self.struct.group = part
-        self.struct.scales = self._keep(self._by_stream(weight.scales.repeat_interleave(parts, 1)))
-        if weight.zeros is not None:
-            self.struct.zeros = self._keep(self._by_stream(weight.zeros.repeat_interleave(parts, 1), torch.int32))
+        scales = weight.scales if weight.zeros is None else _with_zeros(weight.scales, weight.zeros)
+        self.struct.scales = self._keep(self._by_stream(scales.repeat_interleave(parts, 1)))
+        self.struct.zeros = weight.zeros is not None
 
-    def _by_stream(self, values: Tensor, dtype: torch.dtype = torch.float32) -> Tensor:
-        """(out, groups) -> (out / 16, groups, 16): in the order of the weight's streams."""
-        padded = _padded(values, self.struct.columns, dtype).view(-1, lib.LANES, values.shape[1]).transpose(1, 2)
-        return self._native.arena.empty(tuple(padded.shape), dtype).copy_(padded)
+    def _by_stream(self, values: Tensor) -> Tensor:
+        """(out, groups) float32 -> (out / 16, groups, 16): in the order of the weight's streams, bit for bit."""
+        padded = _padded(values.float(), self.struct.columns).view(-1, lib.LANES, values.shape[1]).transpose(1, 2)
+        kept = self._native.arena.empty(tuple(padded.shape), torch.int32)
+        return kept.copy_(padded.contiguous().view(torch.int32))
 
     def _keep(self, tensor: Tensor) -> int:
         self._kept.append(tensor)
@@ -152,6 +168,12 @@ def _nibbles(values: Tensor) -> Tensor:
     """(out, in) from 0 to 15 -> (out, in / 2) bytes. The last four of each unit of 8 are in the upper halves."""
     units = values.reshape(len(values), -1, 2, 4)
     return (units[..., 0, :] | (units[..., 1, :] << 4)).flatten(1)
+
+
+def _with_zeros(scales: Tensor, zeros: Tensor) -> Tensor:
+    """(out, groups) float32 and zeros -> words of both as float32; grouped.h describes a word."""
+    kept = (scales.float().contiguous().view(torch.int32) + (1 << 11)) & ~0xFFF
+    return (kept | (zeros.double() * 256).round().to(torch.int32)).view(torch.float32)
 
 
 def _padded(values: Tensor, size: int, dtype: torch.dtype = torch.float32) -> Tensor:

@@ -41,8 +41,9 @@ def plain(weight: Int4Weight) -> Tensor:
 
 def random_int4(outputs: int, group: int, groups: int, zeros: bool, generator: torch.Generator) -> Int4Weight:
     values = torch.randint(0, 16, (outputs, group * groups), generator=generator, dtype=torch.uint8)
-    scales = torch.rand((outputs, groups), generator=generator) + 0.1
-    return Int4Weight(values, scales, torch.randint(0, 17, scales.shape, generator=generator) if zeros else None)
+    scales = (torch.rand((outputs, groups), generator=generator) + 0.1).half().float()
+    found = torch.randint(0, 16 * 256, scales.shape, generator=generator) / 256
+    return Int4Weight(values, scales, found if zeros else None)
 
 
 @pytest.mark.parametrize("instructions", OFFERED)
@@ -103,6 +104,28 @@ def test_int8_equals_a_float64_product_of_rounded_rows(instructions: str, dtype:
     assert float((got - wanted).abs().median()) < TOLERANCE[dtype] * float(wanted.abs().max())
 
 
+@pytest.mark.parametrize("instructions", OFFERED)
+@pytest.mark.parametrize("dtype", list(TOLERANCE))
+@pytest.mark.parametrize(("rows", "group", "groups"), [(1, 64, 3), (2, 32, 1), (7, 8, 5), (30, 64, 2)])
+def test_int8_by_groups_equals_a_float64_product_of_rounded_groups(
+    instructions: str, dtype: torch.dtype, rows: int, group: int, groups: int
+) -> None:
+    generator = torch.Generator().manual_seed(rows)
+    values = torch.randint(-128, 128, (50, group * groups), generator=generator).to(torch.int8)
+    weight = Int8Weight(values, torch.rand((50, groups), generator=generator) + 0.1)
+    exact = values.double() * weight.scales.double().repeat_interleave(group, 1)
+    x = torch.randn((rows, group * groups), generator=generator).to(dtype)
+    rounded, doubt = rounded_by_group(x, group)
+    bias = torch.randn(50, generator=generator)
+    native = kernels(instructions)
+    got = NativeLinear(native, weight, bias)(x)
+    most = float((rounded.abs() @ exact.abs().T).max())
+    wrong = float((got.double() - rounded @ exact.T - bias.double()).abs().max())
+    assert wrong < TOLERANCE[dtype] * most + doubt * float(exact.abs().max())
+    for row in range(rows):  # a row has the same bits alone
+        assert torch.equal(NativeLinear(native, weight, bias)(x[row : row + 1])[0], got[row])
+
+
 def test_no_rows_give_no_rows() -> None:
     weight = random_int4(20, 32, 2, True, torch.Generator().manual_seed(0))
     assert NativeLinear(kernels(), weight, None)(torch.zeros(0, 64)).shape == (0, 20)
@@ -134,6 +157,7 @@ def test_inputs_that_are_not_finite_harm_their_own_row_alone(instructions: str, 
     values = torch.randint(-128, 128, (50, 76), generator=generator).to(torch.int8)
     for weight, inputs in (
         (Int8Weight(values, torch.rand(50, generator=generator)), 76),
+        (Int8Weight(values[:, :64], torch.rand((50, 2), generator=generator)), 64),
         (random_int4(16, 64, 2, True, generator), 128),
     ):
         linear = NativeLinear(kernels(instructions), weight, None)
@@ -149,6 +173,7 @@ def test_inputs_that_are_not_finite_harm_their_own_row_alone(instructions: str, 
     ("weight", "named"),
     [
         (Int8Weight(torch.zeros(16, 30, dtype=torch.int8), torch.ones(16)), "30 inputs are not a multiple of 4"),
+        (Int8Weight(torch.zeros(16, 36, dtype=torch.int8), torch.ones(16, 3)), "36 inputs are no 3 groups"),
         (Int4Weight(torch.zeros(16, 36, dtype=torch.uint8), torch.ones(16, 1)), "36 inputs"),
         (Int4Weight(torch.zeros(16, 96, dtype=torch.uint8), torch.ones(16, 5)), "96 inputs are no 5 groups"),
         (torch.zeros(16, 3, dtype=torch.bfloat16), "3 inputs are not a multiple of 2"),

@@ -189,7 +189,7 @@ def test_and_in_two_hundred(make: Callable[..., Driver], name: str, lengths: Seq
 
 
 @pytest.mark.long
-@pytest.mark.parametrize("name", ["llama int4", "llama bfloat16"])
+@pytest.mark.parametrize("name", ["llama int8", "llama int4", "llama bfloat16"])
 @pytest.mark.parametrize("instructions", [name for name in INSTRUCTION_SETS if offered(name)][1:])
 def test_and_on_every_instruction_set(
     make: Callable[..., Driver], monkeypatch: pytest.MonkeyPatch, instructions: str, name: str

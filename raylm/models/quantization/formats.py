@@ -16,11 +16,15 @@ from raylm.native import Int4Weight, Int8Weight, Weight, kernels, round_int4
 _MIDDLE = 8
 # The position of each of 8 columns' 4 bits in an AWQ word, from the low end; see AutoAWQ's GEMM layer.
 _AWQ_PLACES = [0, 4, 1, 5, 2, 6, 3, 7]
-_ROUNDED_GROUPS = (64, 32)  # 64 has a ninth less error than 128; 32 needs to read twice as many scales
+_INT8_GROUPS = (64, 32)
+_INT4_GROUP = 32  # 64 needs half the scales and loses several times as much quality
 
 
 class RoundedInt8(WeightFormat):
-    """Floats rounded to 8 bits, symmetric, with one scale for each output."""
+    """Floats rounded to 8 bits, symmetric, with one scale for each group of 64 or 32 inputs of an output.
+
+    Where the inputs are no multiple of 32, an output has one scale.
+    """
 
     def tensors(self, rows: int, inputs: int) -> dict[str, Tensor]:
         if inputs % 4:
@@ -29,7 +33,8 @@ class RoundedInt8(WeightFormat):
 
     def weight(self, layer: Linear) -> Weight:
         assert layer.weight is not None
-        return round_int8(layer.weight.data)
+        groups = [group for group in _INT8_GROUPS if layer.in_features % group == 0]
+        return round_int8(layer.weight.data, groups[0] if groups else None)
 
 
 class Int8Channels(RoundedInt8):
@@ -146,18 +151,21 @@ class RoundedInt4(WeightFormat):
 
 
 def group_of(inputs: int) -> int:
-    """The size of groups of inputs. Raises ValueError if none divides them."""
-    for group in _ROUNDED_GROUPS:
-        if inputs % group == 0:
-            return group
-    raise ValueError(f"4-bit weights need inputs that are a multiple of {_ROUNDED_GROUPS[-1]}, not {inputs}")
+    """The size of groups of inputs. Raises ValueError if no size divides them."""
+    if inputs % _INT4_GROUP:
+        raise ValueError(f"4-bit weights need inputs that are a multiple of {_INT4_GROUP}, not {inputs}")
+    return _INT4_GROUP
 
 
-def round_int8(weight: Tensor) -> Int8Weight:
-    """Round (out, in) to the nearest of 255 steps. The largest step is the output's largest weight."""
-    wide = weight.float()
-    scales = wide.abs().amax(1).clamp_(min=1e-12) / 127
-    return Int8Weight((wide / scales[:, None]).round_().to(torch.int8), scales)
+def round_int8(weight: Tensor, group: int | None = None) -> Int8Weight:
+    """Round (out, in) to the nearest of 255 steps. The largest step is the largest weight of ``group`` inputs.
+
+    Without ``group`` an output has one scale.
+    """
+    wide = weight.float().reshape(len(weight), -1, group or weight.shape[1])
+    scales = wide.abs().amax(2).clamp_(min=1e-12) / 127
+    values = (wide / scales[..., None]).round_().to(torch.int8).flatten(1)
+    return Int8Weight(values, scales if group else scales.squeeze(1))
 
 
 def unpacked(words: Tensor) -> Tensor:

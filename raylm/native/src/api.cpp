@@ -1,6 +1,6 @@
 // Functions called from Python (library.py). Pointers are not checked; callers check shapes and dtypes.
 #include "decoder.h"
-#include "int4_round.h"
+#include "grouped_round.h"
 #include "peaks.h"
 
 namespace {

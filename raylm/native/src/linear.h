@@ -11,7 +11,7 @@
 #include <utility>
 #include <vector>
 
-#include "int4.h"
+#include "grouped.h"
 #include "product.h"
 #include "team.h"
 #include "vector.h"
@@ -96,19 +96,22 @@ void product(Team& team, const Linear& w, const typename Lane<T>::Unit* x, const
 // `out = x . weight^T + bias` by the whole team, in its own phases. Every thread calls it. `x` is [rows][w.depth].
 template <Into INTO, class T, class Out>
 void linear(Team& team, const Linear& w, const T* x, int rows, Quantized scratch, Target<Out> target) {
-  if (w.kind == kInt8) {
+  if (w.kind == kInt8 && !w.group) {
     team.each(rows, [&](int row) {
       const ptrdiff_t at = ptrdiff_t(row) * w.depth;
       scratch.groups[row] = round_inputs<128>(x + at, w.depth, scratch.values + at);
     });
     product<int8_t, INTO, Out>(team, w, reinterpret_cast<const uint32_t*>(scratch.values), scratch.groups, rows, target);
-  } else if (w.kind == kInt4) {
+  } else if (w.kind == kInt8 || w.kind == kInt4) {
     const int groups = w.depth / w.group;
     team.each(rows * groups, [&](int piece) {
       const ptrdiff_t at = ptrdiff_t(piece) * w.group;
       scratch.groups[piece] = round_inputs<0>(x + at, w.group, scratch.values + at);
     });
-    int4_product<INTO, Out>(team, w, scratch.values, scratch.groups, rows, target);
+    const auto multiply = w.kind == kInt8 ? grouped_product<8, false, INTO, Out>
+                          : w.zeros       ? grouped_product<4, true, INTO, Out>
+                                          : grouped_product<4, false, INTO, Out>;
+    multiply(team, w, scratch.values, scratch.groups, rows, target);
   } else {
     typedef typename Lane<T>::Unit Unit;
     product<T, INTO, Out>(team, w, reinterpret_cast<const Unit*>(x), nullptr, rows, target);

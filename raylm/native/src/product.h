@@ -19,11 +19,10 @@ struct Linear {
   int32_t units;
   const uint32_t* packed;  // [columns / 16][units][16]
   const float* bias;       // [columns], or null
-  const float* scales;     // int8: [columns]; int4: [columns / 16][depth / group][16]
-  const int32_t* sums;     // int8: [columns], 128 * sum of the column's weights
-  const int32_t* zeros;    // int4: like the scales, or null if every zero is 8
-  int32_t group;           // int4: inputs that share a scale, a multiple of 8
-  int32_t unused;
+  const float* scales;     // [columns / 16][depth / group][16], or with no group [columns]
+  const int32_t* sums;     // int8 without groups: [columns], 128 * sum of the column's weights
+  int32_t group;           // inputs that share a scale, a multiple of 8, or 0 for all (int8 alone)
+  int32_t zeros;           // int4: 1 where the scales hold zeros (grouped.h), 0 where every zero is 8
 };
 
 // Rows of one tile, for two groups of columns.

@@ -16,10 +16,10 @@ struct RoundedGroup {
   int32_t sum;
 };
 
-// The rounded rows of x. int8: in steps of the whole row, with 128 added; int4: in steps of each group.
+// The rounded rows of x. Weights without groups: in steps of the whole row, with 128 added; others: in steps of each group.
 struct Quantized {
   uint8_t* values;       // [rows][depth]
-  RoundedGroup* groups;  // int8: [rows]; int4: [rows][depth / group]
+  RoundedGroup* groups;  // [rows][depth / group], or with no group [rows]
 };
 
 // Memory for several of them, each for rows of any depth up to the reserved one.

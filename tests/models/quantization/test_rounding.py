@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import math
+
 import pytest
 import torch
 from hypothesis import given
@@ -36,14 +38,20 @@ def test_8_bits_are_off_by_half_a_step_of_their_row(seed: int) -> None:
     assert torch.all(wrong <= 0.5001 * steps)
 
 
+def kept(scale: float) -> float:
+    """``scale`` with 12 significant bits."""
+    mantissa, exponent = math.frexp(scale)
+    return math.ldexp(round(mantissa * 2**12), exponent - 12)
+
+
 def best_by_hand(group: Tensor) -> float:
     """The least squared error of one group over all shares that its bounds are drawn in by."""
     low, high = min(0.0, float(group.min())), max(0.0, float(group.max()))
     found = []
     for percent in range(100, 59, -4):
-        scale = percent / 100 * (high - low) / 15
-        zero = round(-percent / 100 * low / scale)
-        steps = ((group / scale).round() + zero).clamp(0, 15) - zero
+        scale = kept(percent / 100 * (high - low) / 15)
+        zero = round(-percent / 100 * low / scale * 256) / 256
+        steps = (group / scale + zero).round().clamp(0, 15) - zero
         found.append(float((steps * scale - group).square().sum()))
     return min(found)
 
@@ -70,17 +78,39 @@ def test_what_4_bits_can_hold_is_held_exactly() -> None:
     assert torch.equal(plain(rounded).float(), weight)
 
 
+def test_blocks_with_a_least_weight_are_held_to_a_256th_of_a_step() -> None:
+    """As GGUF's Q4_1 blocks are: a scale and a least weight in float16 for 32 weights."""
+    generator = torch.Generator().manual_seed(0)
+    values = torch.randint(0, 16, (8, 2, 32), generator=generator)
+    values[..., :2] = torch.tensor([0, 15])
+    scales = (torch.rand((8, 2, 1), generator=generator) + 0.1).half().float()
+    weight = (values * scales - (scales * (torch.rand((8, 2, 1), generator=generator) * 15)).half()).flatten(1)
+    rounded = round_int4(kernels(), weight, 32)
+    assert torch.equal(rounded.values, values.flatten(1).to(torch.uint8))
+    assert torch.equal(rounded.scales, scales.squeeze(2))
+    assert torch.all((plain(rounded) - weight).abs().view(8, 2, 32) <= scales / 256)
+
+
 @pytest.mark.parametrize("value", [0.0, 1.0, -0.5])
 def test_groups_without_spread_survive(value: float) -> None:
     weight = torch.full((4, 64), value)
-    assert torch.allclose(plain(round_int4(kernels(), weight, 32)).float(), weight, atol=1e-6)
+    assert torch.allclose(plain(round_int4(kernels(), weight, 32)).float(), weight, rtol=2**-12, atol=1e-6)
     eight = round_int8(weight)
     assert torch.allclose(eight.values * eight.scales[:, None], weight, atol=1e-6)
 
 
-def test_groups_are_the_largest_that_fit() -> None:
-    assert [group_of(inputs) for inputs in (64, 96, 256, 4864)] == [64, 32, 64, 64]
+def test_groups_of_4_bits_are_of_32_inputs() -> None:
+    assert [group_of(inputs) for inputs in (64, 96, 256, 4864)] == [32, 32, 32, 32]
     with pytest.raises(ValueError, match="multiple of 32, not 80"):
         group_of(80)
     with pytest.raises(ValueError, match="96 inputs cannot be rounded in groups of 64"):
         round_int4(kernels(), torch.zeros(4, 96), 64)
+
+
+def test_8_bits_of_a_group_are_off_by_half_a_step_of_their_group() -> None:
+    weight = random_weight(3)
+    rounded = round_int8(weight, 32)
+    steps = weight.unflatten(1, (-1, 32)).abs().amax(2) / 127
+    assert torch.allclose(rounded.scales, steps)
+    wrong = rounded.values.double() * rounded.scales.double().repeat_interleave(32, 1) - weight
+    assert torch.all(wrong.abs().unflatten(1, (-1, 32)).amax(2) <= 0.5001 * steps)

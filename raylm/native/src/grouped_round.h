@@ -1,10 +1,11 @@
-// Rounds float weights to the 16 steps of int4.h during loading.
+// Rounds float weights to the 16 steps of 4-bit groups (grouped.h) during loading.
 #pragma once
 
 #include <algorithm>
 #include <cmath>
 #include <limits>
 
+#include "grouped.h"
 #include "vector.h"
 
 namespace raylm {
@@ -12,23 +13,27 @@ namespace raylm {
 constexpr int kClips = 11;
 constexpr float kClipStep = 0.04f;
 
-// The weights of a group in steps from its zero, and the squared error in squared steps.
+// The weights of a group in steps from its zero, and the squared error in squared steps. Scale and zero have the
+// precision that grouped.h keeps.
 struct Int4Steps {
   float scale, zero;
 
-  Int4Steps(float low, float high) : scale(std::max((high - low) / 15, 1e-12f)), zero(std::nearbyint(-low / scale)) {}
+  Int4Steps(float low, float high)
+      : scale(kept_scale(std::max((high - low) / 15, 1e-12f))),
+        zero(std::min(std::nearbyint(-low / scale / kZeroStep), float(kZeroMask)) * kZeroStep) {}
 
+  // `exact` in steps, to the nearest of the steps 0 to 15.
   RAYLM_INLINE f32x16 of(f32x16 exact) const {
     const f32x16 magic = splat(12582912.0f);  // 1.5 * 2^23: adding it rounds to an integer
-    const f32x16 nearest = max((exact + magic) - magic, splat(-zero));
-    return -max(-nearest, splat(zero - 15.0f));
+    const f32x16 nearest = max((exact + zero + magic) - magic, splat(0.0f));
+    return -max(-nearest, splat(-15.0f));
   }
 
   template <class T>
   float error(const T* weight, int group) const {
     f32x16 wrong = {};
     for (int i = 0; i < group; i += kLanes) {
-      const f32x16 exact = load_wide(weight + i) / scale, off = of(exact) - exact;
+      const f32x16 exact = load_wide(weight + i) / scale, off = of(exact) - zero - exact;
       wrong += off * off;
     }
     return sum(wrong) * scale * scale;
@@ -55,7 +60,7 @@ void round_int4(const T* weight, int group, uint8_t* values, float* scale, float
     if (error < least) least = error, best = steps;
   }
   for (int i = 0; i < group; i += kLanes) {
-    const f32x16 step = best.of(load_wide(weight + i) / best.scale) + best.zero;
+    const f32x16 step = best.of(load_wide(weight + i) / best.scale);
     store(values + i, __builtin_convertvector(__builtin_convertvector(step, i32x16), u8x16));
   }
   *scale = best.scale;
