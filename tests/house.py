@@ -54,7 +54,7 @@ BESIDE_THE_CORE = {
         "ingress/openai/embeddings.py", "ingress/openai/scores.py", "ingress/openai/pooling", "frontend/pooling.py",
         "worker/pooler.py",
     ),
-    "keys and shared state": ("frontend/state/", "frontend/place.py", "ingress/http/api_keys.py"),
+    "keys and shared state": ("frontend/state/", "ingress/http/api_keys.py"),
     "LoRA": (
         "ingress/openai/lora.py", "frontend/engines/adapters.py", "engine/adapter_table.py", "worker/lora.py",
         "models/lora.py",

@@ -29,7 +29,7 @@ from tests.ingress.test_real_llm import CHAT, CONFIG, MODEL, Stack, running_stac
 
 Call = tuple[str, str]  # the module, without "raylm.", and the qualified name of a function
 STREAMED: dict[str, Any] = CHAT | {"stream": True, "ignore_eos": True}
-INTERRUPTS = ("Request.interrupt", "OngoingRequest.interrupt")
+INTERRUPTS = ("Request.interrupt", "Request.hang_up")
 LOSSES = ("Router._lose", "Router.lose")
 EVENTS = 24  # of a steady stream
 

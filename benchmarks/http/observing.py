@@ -34,11 +34,11 @@ from benchmarks.rows import Report, parser, quantile
 from raylm.config import Config
 from raylm.engine import EngineCore, LocalExecutor, engine_core
 from raylm.engine.timelines.observer import EventRecorder, Observer
-from raylm.frontend import AsyncLLM, LocalEngineClient, StateClient, async_llm
+from raylm.frontend import AsyncLLM, LocalEngineClient, StateClient, async_llm, request
 from raylm.frontend.state.application_state import ApplicationState
 from raylm.frontend.state.client import LocalState
 from raylm.frontend.telemetry import Telemetry
-from raylm.frontend.timelines.record import Part, Record, Trace
+from raylm.frontend.timelines.record import Part, Record
 from raylm.frontend.timelines.ring import Timelines
 from raylm.ingress import build_asgi_app
 from raylm.ingress.ray_metrics import RayMetrics
@@ -91,12 +91,12 @@ class NoPart(Part):
 
 
 class NoTimelines(Timelines):
-    @contextmanager
-    def request(self, request_id: str, key: str, path: str, trace: Trace = None) -> Iterator[Record]:
-        yield NoRecord(request_id, key, path, self.clock)
+    def begin(self, record: Record) -> None: ...
+
+    def end_record(self, record: Record, error: BaseException | None = None) -> None: ...
 
     @contextmanager
-    def part(self, request_id: str, model: str, cancel: object) -> Iterator[Part]:
+    def part(self, current: Record | None, request_id: str, model: str, cancel: object) -> Iterator[Part]:
         yield NoPart(request_id)
 
 
@@ -117,6 +117,7 @@ async def serve(observed: bool) -> None:
     if not observed:
         engine_core.EventRecorder = NoRecorder  # type: ignore[misc,assignment]
         async_llm.Timelines, async_llm.Telemetry = NoTimelines, NoTelemetry  # type: ignore[misc]
+        request.Record = NoRecord  # type: ignore[misc]
     config = Config.model_validate(CONFIG)
     core, llm = EngineCore(config, LocalExecutor(config)), AsyncLLM(config)
     state = StateClient(LocalState(ApplicationState()))

@@ -8,10 +8,7 @@ from raylm.lazy import front_door
 
 if TYPE_CHECKING:
     from raylm.frontend.admission import Admission as Admission
-    from raylm.frontend.admission import ClientDisconnectedError as ClientDisconnectedError
     from raylm.frontend.admission import FairShares as FairShares
-    from raylm.frontend.admission import Lifecycle as Lifecycle
-    from raylm.frontend.admission import OngoingRequest as OngoingRequest
     from raylm.frontend.admission import Reservation as Reservation
     from raylm.frontend.admission import Throttle as Throttle
     from raylm.frontend.answers.chat_processor import ChatPrompt as ChatPrompt
@@ -25,8 +22,11 @@ if TYPE_CHECKING:
     from raylm.frontend.outputs import RequestOutput as RequestOutput
     from raylm.frontend.outputs import TokenLogprob as TokenLogprob
     from raylm.frontend.outputs import ToolCallDelta as ToolCallDelta
-    from raylm.frontend.place import ApiKey as ApiKey
-    from raylm.frontend.place import Place as Place
+    from raylm.frontend.request import ApiKey as ApiKey
+    from raylm.frontend.request import Arrival as Arrival
+    from raylm.frontend.request import ClientDisconnectedError as ClientDisconnectedError
+    from raylm.frontend.request import Request as Request
+    from raylm.frontend.request import Requests as Requests
     from raylm.frontend.state.actor import RemoteState as RemoteState
     from raylm.frontend.state.actor import end_state as end_state
     from raylm.frontend.state.client import Hold as Hold
@@ -44,9 +44,6 @@ if TYPE_CHECKING:
     from raylm.frontend.timelines.observers import open_observers as open_observers
     from raylm.frontend.timelines.record import Record as Record
     from raylm.frontend.timelines.record import current_id as current_id
-    from raylm.frontend.timelines.record import note_body as note_body
-    from raylm.frontend.timelines.record import note_call as note_call
-    from raylm.frontend.timelines.record import serve_record as serve_record
     from raylm.frontend.timelines.record import trace_of as trace_of
     from raylm.frontend.timelines.ring import Filter as Filter
     from raylm.frontend.timelines.ring import Timelines as Timelines
@@ -54,10 +51,7 @@ if TYPE_CHECKING:
 _MODULES = {
     "admission": (
         "Admission",
-        "ClientDisconnectedError",
         "FairShares",
-        "Lifecycle",
-        "OngoingRequest",
         "Reservation",
         "Throttle",
     ),
@@ -69,7 +63,7 @@ _MODULES = {
     "engines.router": ("Router",),
     "input_processor": ("RequestHead",),
     "outputs": ("CompletionDelta", "RequestOutput", "TokenLogprob", "ToolCallDelta"),
-    "place": ("ApiKey", "Place"),
+    "request": ("ApiKey", "Arrival", "ClientDisconnectedError", "Request", "Requests"),
     "state.actor": ("RemoteState", "end_state"),
     "state.client": ("Hold", "StateClient"),
     "state.messages": ("KeyLimits",),
@@ -77,7 +71,7 @@ _MODULES = {
     "threads": ("LARGE", "offload"),
     "timelines.describe": ("timeline", "trace"),
     "timelines.observers": ("check_observers", "open_observers"),
-    "timelines.record": ("Record", "current_id", "note_body", "note_call", "serve_record", "trace_of"),
+    "timelines.record": ("Record", "current_id", "trace_of"),
     "timelines.ring": ("Filter", "Timelines"),
 }
 

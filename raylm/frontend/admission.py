@@ -1,4 +1,4 @@
-"""What a replica lets in: Throttle by turns of its event loop, Lifecycle by its places, Admission by what waits."""
+"""Throttle: how many requests start in a turn of the event loop. Admission: how many wait for their first token."""
 
 from __future__ import annotations
 
@@ -6,16 +6,12 @@ import asyncio
 import math
 import time
 from collections import Counter, deque
-from collections.abc import Callable, Iterable, Iterator
-from contextlib import contextmanager, suppress
-from types import TracebackType
-from typing import Any, Protocol
+from collections.abc import Callable, Iterable
+from typing import Protocol
 
-from raylm.errors import OverloadedError, ShuttingDownError
+from raylm.errors import OverloadedError
 
 PER_TURN = 8  # each then takes a part of a millisecond to be read, checked and rendered, or refused
-_ERROR_TIMEOUT_S = 1.0
-_FULL = "The server holds as many requests as it can; try again shortly."
 _INITIAL_TOKENS_PER_BYTE = 0.25  # of English text; what comes in corrects it
 _MIN_RATIO, _MAX_RATIO = 1 / 64, 1.0
 _MEMORY_BYTES = 1_000_000  # of bodies whose ratio is remembered
@@ -51,119 +47,6 @@ class Throttle:
                 self._left -= 1
         if self._left < PER_TURN:
             asyncio.get_running_loop().call_soon(self._turn)
-
-
-class ClientDisconnectedError(Exception):
-    """There is no client to answer any more."""
-
-
-class OngoingRequest:
-    """One admitted request. While its task is inside ``with ongoing:``, ``interrupt`` ends the block with a reason.
-
-    As asyncio.timeout does, the block raises the reason in place of CancelledError. A cancellation from elsewhere stays
-    a CancelledError.
-    """
-
-    def __init__(self) -> None:
-        self._task: asyncio.Task[Any] | None = None
-        self._reason: Exception | None = None
-        self._cancelling = 0
-
-    def interrupt(self, reason: Exception) -> None:
-        """End the block with ``reason``, now or when it is entered. Later reasons are ignored."""
-        if self._reason is None:
-            self._reason = reason
-            if self._task is not None:
-                self._task.cancel()
-
-    def __enter__(self) -> OngoingRequest:
-        if self._reason is not None:
-            raise self._reason
-        self._task = asyncio.current_task()
-        self._cancelling = self._task.cancelling() if self._task else 0
-        return self
-
-    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, _: TracebackType | None) -> None:
-        task, self._task = self._task, None
-        if self._reason is None or task is None:
-            return
-        if task.uncancel() <= self._cancelling and kind is asyncio.CancelledError:
-            raise self._reason from None
-
-
-class Lifecycle:
-    """Admits requests up to a limit, and drains them at shutdown. Owns ``shutting_down``.
-
-    Neither a request whose body is still arriving nor a connection whose request outlives it counts towards the limit.
-    Both are drained with the others.
-    """
-
-    def __init__(self, max_ongoing_requests: int) -> None:
-        self.shutting_down = False
-        self._max_ongoing_requests = max_ongoing_requests
-        self._ongoing: set[OngoingRequest] = set()
-        self._outlived: set[OngoingRequest] = set()
-        self._num_receiving = 0
-        self._idle = asyncio.Event()
-        self._idle.set()
-
-    @property
-    def num_ongoing(self) -> int:
-        return len(self._ongoing) - len(self._outlived) - self._num_receiving
-
-    @contextmanager
-    def receiving(self) -> Iterator[None]:
-        """While a request receives its body it does not count. At the end it is refused if the replica is full."""
-        self._num_receiving += 1
-        try:
-            yield
-            if self.num_ongoing >= self._max_ongoing_requests:
-                raise OverloadedError(_FULL)
-        finally:
-            self._num_receiving -= 1
-
-    @contextmanager
-    def admit(self, ongoing: OngoingRequest | None = None) -> Iterator[OngoingRequest]:
-        """Hold one request until the end of the block. ShuttingDownError or OverloadedError if it is refused."""
-        if self.shutting_down:
-            raise ShuttingDownError("The server is shutting down.")
-        if self.num_ongoing >= self._max_ongoing_requests:
-            raise OverloadedError(_FULL)
-        with self._hold(ongoing or OngoingRequest()) as held:
-            yield held
-
-    @contextmanager
-    def succeed(self, connection: OngoingRequest) -> Iterator[OngoingRequest]:
-        """Hold a request in place of its ``connection``. The connection is still drained, but no longer counts."""
-        if connection in self._ongoing:
-            self._outlived.add(connection)
-        with self._hold(OngoingRequest()) as held:
-            yield held
-
-    @contextmanager
-    def _hold(self, ongoing: OngoingRequest) -> Iterator[OngoingRequest]:
-        self._ongoing.add(ongoing)
-        self._idle.clear()
-        try:
-            yield ongoing
-        finally:
-            self._ongoing.remove(ongoing)
-            self._outlived.discard(ongoing)
-            if not self._ongoing:
-                self._idle.set()
-
-    async def drain(self, grace_s: float) -> None:
-        """Refuse new requests, give running requests ``grace_s`` seconds, then end them with an error."""
-        self.shutting_down = True
-        await self._until_idle(grace_s)
-        for ongoing in tuple(self._ongoing):
-            ongoing.interrupt(ShuttingDownError("The server is shutting down and could not finish this request."))
-        await self._until_idle(_ERROR_TIMEOUT_S)
-
-    async def _until_idle(self, timeout_s: float) -> None:
-        with suppress(TimeoutError):
-            async with asyncio.timeout(timeout_s):
-                await self._idle.wait()
 
 
 class QueuePolicy(Protocol):

@@ -17,11 +17,12 @@ from raylm.frontend.answers.grammar_compiler import GrammarCompiler
 from raylm.frontend.defaults import default_max_tokens, pooling_defaults, sampling_defaults
 from raylm.frontend.engines.engine_client import EngineClient
 from raylm.frontend.engines.parked import Seen, take_parked
-from raylm.frontend.engines.router import Route, Router
+from raylm.frontend.engines.routed_engine import Route
+from raylm.frontend.engines.router import Router
 from raylm.frontend.input_processor import InputProcessor, Limits, RequestHead
 from raylm.frontend.output_processor import OpenRequest, OutputProcessor
 from raylm.frontend.outputs import RequestOutput
-from raylm.frontend.place import Place
+from raylm.frontend.request import Request
 from raylm.frontend.telemetry import Telemetry
 from raylm.frontend.text.chat_template import ChatRequest, ChatTemplate, content_chars
 from raylm.frontend.text.template_process import check_templates
@@ -178,8 +179,8 @@ class AsyncLLM:
             InvalidRequestError: they never will, or one of the prompts is wrong.
             EngineUnavailableError: no engine is ready.
         """
-        place = heads[0].place
-        if place is None or not place.bounds_tokens:
+        owner = heads[0].request
+        if owner is None or not owner.bounds_tokens:
             return prompts
         await self._router.until_engine()
         limits, requests = self._router.limits, []
@@ -193,7 +194,7 @@ class AsyncLLM:
             requests.append((request, head.told_before))
             tokenized.append(token_ids)
         max_tokens = params.max_tokens if isinstance(params, SamplingParams) else None
-        await place.claim_tokens(requests, max_tokens, heads[0].param)
+        await owner.claim_tokens(requests, max_tokens, heads[0].param)
         return tokenized
 
     async def _request(
@@ -214,7 +215,7 @@ class AsyncLLM:
         request = self._input.build(
             token_ids, params, limits, head, bad_words=bad_words, grammar=grammar, thinking=thinking
         )
-        return request if head.place is None else head.place.bounded(request, params.max_tokens, head.param)
+        return request if head.request is None else head.request.bounded(request, params.max_tokens, head.param)
 
     async def embed(
         self, prompt: Prompt, params: PoolingParams, head: RequestHead
@@ -239,13 +240,14 @@ class AsyncLLM:
             for key in keys:
                 self._router.leave(key, abort=True)
 
-        return self.timelines.part(head.request_id, head.adapter or self.model_name, cancel)
+        record = None if head.request is None else head.request.record
+        return self.timelines.part(record, head.request_id, head.adapter or self.model_name, cancel)
 
     async def _token_ids(self, prompt: Prompt, limits: Limits, head: RequestHead) -> list[int]:
         if isinstance(prompt, list):
             return prompt
         self._input.check_chars(len(prompt), limits.max_model_len, head.param)
-        if _waiting(head.place) is None:
+        if _waiting(head.request) is None:
             self.admission.check(len(prompt))
         return await self._tokenizer.encode(prompt, add_special_tokens=True, param=head.param)
 
@@ -256,8 +258,8 @@ class AsyncLLM:
         send an id of a stream any number of times.
         """
         taken = await take_parked(self.engines, request) if head.is_resumed else None
-        if taken is None and head.place is not None and self._drawn_again.add(head.stream):
-            await head.place.claim_again(request, head.told_before)
+        if taken is None and head.request is not None and self._drawn_again.add(head.stream):
+            await head.request.claim_again(request, head.told_before)
             part.told = None
         if opened.finished:  # it was cancelled meanwhile
             return
@@ -282,7 +284,10 @@ class AsyncLLM:
         part.mark("route")
         try:
             route = self._router.pick(request) if self._router.is_ready else None
-            tokens, waiting = len(request.prompt_token_ids), head.place.reservation if head.place is not None else None
+            tokens, waiting = (
+                len(request.prompt_token_ids),
+                head.request.reservation if head.request is not None else None,
+            )
             reservation = self.admission.prompt(tokens, request.params.n, waiting)
             opened = self._outputs.open(request, form, reservation, head.told, part)
             try:
@@ -292,8 +297,8 @@ class AsyncLLM:
                 self._router.leave(request.key, abort=self._outputs.close(request.key))
                 served = sum(part.charged())
         finally:
-            if head.place is not None:
-                head.place.count_served(served)
+            if head.request is not None:
+                head.request.count_served(served)
 
     @property
     def calls_tools(self) -> bool:
@@ -347,11 +352,11 @@ class AsyncLLM:
 
 async def _claim(request: EngineCoreRequest, head: RequestHead, max_tokens: int | None) -> None:
     """Reserve the tokens of a prompt that came alone."""
-    if head.place is not None:
-        await head.place.claim_tokens([(request, head.told_before)], max_tokens, head.param)
+    if head.request is not None:
+        await head.request.claim_tokens([(request, head.told_before)], max_tokens, head.param)
 
 
-def _waiting(place: Place | None) -> Reservation | None:
+def _waiting(owner: Request | None) -> Reservation | None:
     """What a request counts for in the queue that it was let into, None if it waits by itself."""
-    found = place.reservation if place is not None else None
+    found = owner.reservation if owner is not None else None
     return None if found is None or found.released else found

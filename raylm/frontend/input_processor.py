@@ -17,7 +17,7 @@ from raylm.messages import EngineCoreRequest, ServiceLevel, Thinking
 from raylm.params import PoolingParams, SamplingParams
 
 if TYPE_CHECKING:
-    from raylm.frontend.place import Place
+    from raylm.frontend.request import Request
 
 MAX_CACHE_SALT_CHARS = 128
 MAX_STOP_CHARS = 2_048
@@ -30,11 +30,11 @@ class RequestHead:
 
     A lower ``priority`` is served earlier (under the priority policy). Only requests of the same ``cache_salt`` share
     cached prefixes. ``arrival_time`` is in seconds since the epoch. ``param`` is the field that errors about the prompt
-    name. ``adapter`` names a LoRA adapter, None means the base model. ``place`` is the request's Place in this replica,
-    None without admission. ``told`` counts the tokens that the caller already has, by sequence: None means all, () none
-    of any sequence. ``resumable_as`` is the name under which another replica can take over the drawn tokens, "" if none
-    can. A request that ``is_resumed`` takes over tokens under this name. ``stream`` is the name of a stream that its
-    client continues, "" for all other requests.
+    name. ``adapter`` names a LoRA adapter, None means the base model. ``request`` is the Request of the prompt, None in
+    offline use. ``told`` counts the tokens that the caller already has, by sequence: None means all, () none of any
+    sequence. ``resumable_as`` is the name under which another replica can take over the drawn tokens, "" if none can. A
+    request that ``is_resumed`` takes over tokens under this name. ``stream`` is the name of a stream that its client
+    continues, "" for all other requests.
     """
 
     request_id: str
@@ -43,7 +43,7 @@ class RequestHead:
     arrival_time: float = field(default_factory=time.time)
     param: str = "prompt"
     adapter: str | None = None
-    place: Place | None = None
+    request: Request | None = None
     told: tuple[int | None, ...] = ()
     resumable_as: str = ""
     is_resumed: bool = False
@@ -52,7 +52,7 @@ class RequestHead:
     @property
     def service(self) -> ServiceLevel:
         """The service level of the request beside others."""
-        return ServiceLevel() if self.place is None else self.place.service
+        return ServiceLevel() if self.request is None else self.request.service
 
     @property
     def told_before(self) -> tuple[int | None, ...] | None:

@@ -10,7 +10,7 @@ from contextlib import contextmanager
 import ray
 from ray import ObjectRef
 
-from raylm.frontend import ClientDisconnectedError, OngoingRequest
+from raylm.frontend import ClientDisconnectedError, Request
 from raylm.stages import about
 
 logger = logging.getLogger("raylm.ingress")
@@ -40,20 +40,19 @@ class Callers:
     def __init__(self, answers: Callable[[ObjectRef], bool] = _answers, period_s: float = _PERIOD_S) -> None:
         self._answers = answers
         self._period_s = period_s
-        self._requests: dict[ObjectRef, set[OngoingRequest]] = {}
+        self._requests: dict[ObjectRef, set[Request]] = {}
         self._watch: asyncio.Task[None] | None = None
 
     @contextmanager
-    def waiting(self, caller: ObjectRef) -> Iterator[OngoingRequest]:
-        """Register a request of ``caller`` until the end of the block."""
-        ongoing = OngoingRequest()
-        self._requests.setdefault(caller, set()).add(ongoing)
+    def waiting(self, caller: ObjectRef, request: Request) -> Iterator[None]:
+        """Interrupt ``request`` if ``caller`` is gone before the end of the block."""
+        self._requests.setdefault(caller, set()).add(request)
         if self._watch is None or self._watch.done():
             self._watch = asyncio.create_task(self._interrupt_orphans(), name="callers")
         try:
-            yield ongoing
+            yield
         finally:
-            self._requests[caller].remove(ongoing)
+            self._requests[caller].remove(request)
             if not self._requests[caller]:
                 del self._requests[caller]
 
@@ -68,8 +67,8 @@ class Callers:
                 logger.warning("could not check whether callers by handle are alive: %s", error, extra=about("callers"))
                 continue
             for caller in missing & missed:
-                for ongoing in self._requests.get(caller, ()):
-                    ongoing.interrupt(ClientDisconnectedError())
+                for request in self._requests.get(caller, ()):
+                    request.interrupt(ClientDisconnectedError())
             missed = missing
 
     def _silent(self, asked: Sequence[ObjectRef]) -> set[ObjectRef]:

@@ -17,8 +17,7 @@ from starlette.applications import Starlette
 from raylm.config import Config
 from raylm.engine import engine_digest
 from raylm.errors import ConfigError
-from raylm.frontend import Lifecycle
-from raylm.ingress.callers import Callers
+from raylm.frontend import Requests
 from raylm.ingress.console.peers import Alone, Desk, Peers, ServePeers
 from raylm.ingress.ray_metrics import RayMetrics
 from raylm.lazy import Family
@@ -62,7 +61,7 @@ class Ingress:
     docs_path = "/console"  # Serve's REST API has it with the application
 
     _llm: AsyncLLM
-    _lifecycle: Lifecycle
+    _requests: Requests
     _state: StateClient
     _calls: HandleCalls
     _desk: Desk
@@ -75,7 +74,6 @@ class Ingress:
         self._engine_wanted = asyncio.Event()
         self._leave: Callable[[], object] | None = None
         self._shared_actors = shared_actors
-        self._callers = Callers()
         self._nodes: frozenset[str] = frozenset()  # addresses of the nodes that live
 
     async def __serve_build_asgi_app__(self) -> Starlette:
@@ -135,8 +133,8 @@ class Ingress:
             ),
         )
         self._state.start()
-        self._lifecycle, self._desk = app.state.lifecycle, app.state.desk
-        self._calls = HandleCalls(self._llm, self._config, self._lifecycle)
+        self._requests, self._desk = app.state.requests, app.state.desk
+        self._calls = HandleCalls(self._llm, self._config, self._requests)
         gc.collect()
         gc.freeze()  # libraries and tokenizer: walking through them would stop the loop for tens of milliseconds
         self._tasks = (
@@ -171,7 +169,7 @@ class Ingress:
         Raises:
             RayLMError: what HTTP clients would get as an error.
         """
-        async with aclosing(self._calls.stream(self._calls.completion(prompt, params, fields))) as outputs:
+        async with aclosing(self._calls.generate(None, prompt, params, **fields)) as outputs:
             async for output in outputs:
                 yield output
 
@@ -179,7 +177,7 @@ class Ingress:
         self, messages: list[dict[str, Any]], params: SamplingParams | None = None, **fields: Any
     ) -> AsyncGenerator[RequestOutput, None]:
         """The next turn of a conversation; as ``generate``, with the fields of POST /v1/chat/completions."""
-        async with aclosing(self._calls.stream(self._calls.conversation(messages, params, fields))) as outputs:
+        async with aclosing(self._calls.chat(None, messages, params, **fields)) as outputs:
             async for output in outputs:
                 yield output
 
@@ -187,31 +185,31 @@ class Ingress:
         self, prompt: str | list[int], params: SamplingParams | None = None, **fields: Any
     ) -> RequestOutput:
         """As ``generate``, in one output and without ``stream=True``."""
-        return await self._calls.whole(self._calls.completion(prompt, params, fields))
+        return await self._calls.complete(None, prompt, params, **fields)
 
     async def reply(
         self, messages: list[dict[str, Any]], params: SamplingParams | None = None, **fields: Any
     ) -> RequestOutput:
         """As ``chat``, in one output and without ``stream=True``."""
-        return await self._calls.whole(self._calls.conversation(messages, params, fields))
+        return await self._calls.reply(None, messages, params, **fields)
 
     async def embed(self, prompt: str | list[int], params: PoolingParams | None = None, **fields: Any) -> RequestOutput:
         """The vector of one prompt (text or token ids), as float32 bytes in ``vector`` of the output."""
-        return await self._calls.embedding(prompt, params, fields)
+        return await self._calls.embed(None, prompt, params, **fields)
 
     async def score(self, text_1: str | list[str], text_2: str | list[str], **fields: Any) -> dict[str, Any]:
         """What POST /score answers."""
-        return await self._calls.score({"text_1": text_1, "text_2": text_2} | fields)
+        return await self._calls.score(None, text_1, text_2, **fields)
 
     async def rerank(self, query: str, documents: list[str], **fields: Any) -> dict[str, Any]:
         """What POST /rerank answers."""
-        return await self._calls.rerank({"query": query, "documents": documents} | fields)
+        return await self._calls.rerank(None, query, documents, **fields)
 
     async def tokenize(self, text: str, *, add_special_tokens: bool = True) -> list[int]:
-        return await self._calls.tokenize(text, add_special_tokens=add_special_tokens)
+        return await self._calls.tokenize(None, text, add_special_tokens=add_special_tokens)
 
     async def detokenize(self, token_ids: list[int]) -> str:
-        return await self._calls.detokenize(token_ids)
+        return await self._calls.detokenize(None, token_ids)
 
     def _peers(self, desk: Desk) -> Peers:
         if self._config.ingress.replicas == 1:
@@ -227,19 +225,13 @@ class Ingress:
         self, caller: list[ObjectRef], method: Literal["generate", "chat"], /, *args: Any, **fields: Any
     ) -> AsyncGenerator[RequestOutput, None]:
         """What ``method`` yields, until the process that owns the one object in ``caller`` is gone."""
-        with self._callers.waiting(*caller) as ongoing:
-            async with aclosing(getattr(self, method)(*args, **fields)) as outputs:
-                while True:
-                    with ongoing:
-                        output = await anext(outputs, None)
-                    if output is None:
-                        return
-                    yield output
+        async with aclosing(getattr(self._calls, method)(*caller, *args, **fields)) as outputs:
+            async for output in outputs:
+                yield output
 
     async def answer_to(self, caller: list[ObjectRef], method: str, /, *args: Any, **fields: Any) -> Any:
         """As ``stream_to``, for methods that return their answer."""
-        with self._callers.waiting(*caller) as ongoing, ongoing:
-            return await getattr(self, method)(*args, **fields)
+        return await getattr(self._calls, method)(*caller, *args, **fields)
 
     async def _watch_nodes(self) -> None:
         """Without keys, some answers are for clients on the cluster's nodes alone."""
@@ -269,7 +261,7 @@ class Ingress:
         while not is_stopping():  # noqa: ASYNC110 - Serve's own flag, which nothing announces
             await asyncio.sleep(_POLL_S)
         await asyncio.sleep(routed_for_s() + _LEAVE_S)
-        await self._lifecycle.drain(self._config.ingress.shutdown_grace_s)
+        await self._requests.drain(self._config.ingress.shutdown_grace_s)
         await self._state.close()
         await asyncio.to_thread(self._llm.timelines.close, _LAST_SPANS_S)
 

@@ -12,7 +12,7 @@ from starlette.routing import Route
 from starlette.types import ASGIApp
 
 from raylm.config import Config
-from raylm.frontend import Admission, FairShares, StateClient
+from raylm.frontend import Admission, FairShares, Request, Requests, StateClient
 from raylm.ingress.anthropic.body import CountTokensRequest, MessagesRequest
 from raylm.ingress.anthropic.create import PING, CountTokens, CreateMessage
 from raylm.ingress.console.cluster import ListActors, cluster_routes
@@ -20,8 +20,9 @@ from raylm.ingress.console.pages import PAGES, console_routes
 from raylm.ingress.console.peers import Alone, Desk, Peers
 from raylm.ingress.console.requests import request_routes
 from raylm.ingress.http.api_keys import APIKeyMiddleware, APIKeys
+from raylm.ingress.http.body import BodyReader
 from raylm.ingress.http.docs import docs_route
-from raylm.ingress.http.endpoint import Answer, Gate, JSONEndpoint
+from raylm.ingress.http.endpoint import Answer, JSONEndpoint
 from raylm.ingress.http.middleware import ConfiguredOriginsMiddleware, HostMiddleware, RequestContextMiddleware
 from raylm.ingress.http.openapi import openapi_route
 from raylm.ingress.http.ops import HTTPMetrics, ops_routes
@@ -90,7 +91,7 @@ def build_asgi_app(
     shared_actors: Mapping[str, DeploymentHandle] | None = None,
     surroundings: Surroundings = Surroundings(),
 ) -> Starlette:
-    """Make the app. ``state.lifecycle`` is its Lifecycle. The caller must call ``drain`` at shutdown.
+    """Make the app. ``state.requests`` are the Requests of the replica. The caller must call ``drain`` at shutdown.
 
     Args:
         shared_actors: The actors of SHARED_ACTORS, if there are several replicas.
@@ -100,40 +101,36 @@ def build_asgi_app(
     """
     http_metrics, state = HTTPMetrics(async_llm, config), surroundings.state or StateClient()
     state.share(lambda: (*async_llm.metrics(), *http_metrics.collect()), async_llm.adapters)
-    unqueued, gate = Admission(), Gate(config.ingress, state)
-    lifecycle = gate.lifecycle
+    unqueued, bounds = Admission(), config.ingress
+    requests = Requests(bounds.max_ongoing_requests, async_llm.timelines, state)
+    bodies = BodyReader(int(bounds.max_body_mib * 2**20), bounds.max_ongoing_requests, bounds.body_timeout_s)
     incoming = (KnownFields if config.ingress.unknown_fields == "warn" else IncomingFields)(async_llm)
     stream_ids = StreamIds(surroundings.secret)
     chat, adapters = ChatCompletions(async_llm, config, stream_ids), Adapters(async_llm)
     store = open_store(shared_actors or {}, config.ingress.store, surroundings.application)
-    responses = CreateResponse(async_llm, chat, store, gate, surroundings.secret)
-    desk = Desk(async_llm, lifecycle, surroundings.node)
+    responses = CreateResponse(async_llm, chat, store, requests, surroundings.secret)
+    desk = Desk(async_llm, requests, surroundings.node)
     peers = surroundings.create_peers(desk)
 
     def post(
         path: str,
         body: type[B],
-        handler: Callable[[B, str], Awaitable[Answer]]
-        | Callable[[B, str, str], Awaitable[Answer]]
-        | Callable[[B, str, Posted], Awaitable[Answer]],
+        handler: Callable[[B, Request], Awaitable[Answer]] | Callable[[B, Request, Posted], Awaitable[Answer]],
         admission: Admission | None = None,
         *,
         keep_alive: bytes = b"",
-        by_key: bool = False,
         for_admins: bool = False,
         resumable: bool = False,
     ) -> Route:
         queue = async_llm.admission if admission is None else admission
-        endpoint = JSONEndpoint(
-            body, handler, incoming, gate, queue, keep_alive, async_llm.timelines, by_key, for_admins, resumable
-        )
+        endpoint = JSONEndpoint(body, handler, incoming, requests, bodies, queue, keep_alive, for_admins, resumable)
         return Route(path, endpoint, methods=["POST"])
 
     routes = [
         post("/v1/chat/completions", ChatCompletionRequest, chat, resumable=True),
         post("/v1/completions", CompletionRequest, Completions(async_llm, config, stream_ids), resumable=True),
-        post("/v1/responses", ResponsesRequest, responses, by_key=True),
-        post("/v1/responses/compact", CompactRequest, responses.compact, by_key=True),
+        post("/v1/responses", ResponsesRequest, responses),
+        post("/v1/responses/compact", CompactRequest, responses.compact),
         *response_routes(store, config.ingress.max_ongoing_requests),
         post("/v1/messages", MessagesRequest, CreateMessage(chat), keep_alive=PING, resumable=True),
         post("/v1/messages/count_tokens", CountTokensRequest, CountTokens(chat)),
@@ -144,8 +141,8 @@ def build_asgi_app(
         post("/detokenize", DetokenizeRequest, Detokenize(async_llm)),
         post("/v1/load_lora_adapter", LoadAdapterRequest, adapters.load, unqueued, for_admins=True),
         post("/v1/unload_lora_adapter", UnloadAdapterRequest, adapters.unload, unqueued, for_admins=True),
-        *model_routes(async_llm, config, lifecycle),
-        *ops_routes(async_llm, lifecycle, state),
+        *model_routes(async_llm, config, requests),
+        *ops_routes(async_llm, requests, state),
         *request_routes(peers),
         *cluster_routes(async_llm, peers, surroundings.actors, surroundings.dashboard),
         *console_routes(),
@@ -154,7 +151,7 @@ def build_asgi_app(
     ]
     app = _App(routes=routes, middleware=_middleware(async_llm, config, http_metrics, state, surroundings))
     app.router.redirect_slashes = False
-    app.state.lifecycle = lifecycle
+    app.state.requests = requests
     app.state.desk = desk
     app.state.jobs = [responses.take_over, desk.kept.keep]
     return app

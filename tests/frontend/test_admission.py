@@ -16,7 +16,8 @@ from hypothesis import strategies as st
 from raylm.errors import InvalidRequestError, OverloadedError, RateLimitError
 from raylm.frontend import Admission, ApiKey, AsyncLLM, KeyLimits, RequestHead, RequestOutput, StateClient
 from raylm.frontend.admission import FairShares, Reservation
-from raylm.frontend.place import Place
+from raylm.frontend.request import Arrival, Request
+from raylm.frontend.timelines.ring import Timelines
 from raylm.params import PoolingParams, SamplingParams
 from tests.frontend.played_engine import PlayedEngine
 
@@ -198,14 +199,14 @@ async def test_places_are_given_back_when_tokens_come_and_not_when_they_are_read
 def test_a_prompt_behind_the_answer_of_its_request_waits_by_itself() -> None:
     """As that of a response that is made in the background."""
     admission = Admission(max_requests=1)
-    place = Place(admission)
-    with place.wait(10):
-        pass
+    request = Request(Arrival("a", "/"), Timelines(), admission)
+    request.wait(10)
+    request.leave_queue()
     waiting = admission.prompt(1, 1)
     with pytest.raises(OverloadedError):
-        admission.prompt(1, 1, place.reservation)
+        admission.prompt(1, 1, request.reservation)
     waiting.release()
-    admission.prompt(1, 1, place.reservation)
+    admission.prompt(1, 1, request.reservation)
 
 
 @pytest.mark.parametrize("by_tokens", [False, True])
@@ -243,7 +244,7 @@ def test_a_huge_request_of_one_key_leaves_room_for_others() -> None:
 
 
 def head_of(key: ApiKey, state: StateClient, llm: AsyncLLM) -> RequestHead:
-    return RequestHead(request_id="a", place=Place(llm.admission, key, state))
+    return RequestHead(request_id="a", request=Request(Arrival("a", "/", key), llm.timelines, llm.admission, state))
 
 
 async def sent(
@@ -327,8 +328,6 @@ async def test_prompts_that_come_together_are_reserved_at_once(llm: AsyncLLM, en
     await asyncio.gather(*tasks)
     for stream in streams:
         await stream.aclose()
-    other = head_of(key, state, llm).place
-    assert other is not None
     await state.publish()
     third = await sent(llm, engine, head_of(key, state, llm), max_tokens=1)
     standing = state.standing("a")
@@ -356,7 +355,6 @@ async def test_a_stream_that_goes_on_counts_for_what_was_not_told(
     ended: list[tuple[int, int]] = []
     llm.timelines._on_end = lambda record: ended.extend(part.charged() for part in record.parts)
     params = SamplingParams(max_tokens=10)
-    assert head.place is not None
     await llm.reserve([[5, 6, 7]], params, [head])
     standing = state.standing("a")
     assert (60 - charged if charged else None) == (standing and standing.remaining_tokens)
@@ -369,5 +367,7 @@ async def test_a_stream_that_goes_on_counts_for_what_was_not_told(
     await task
     with contextlib.suppress(StopAsyncIteration):
         await anext(stream)
+    assert head.request is not None
+    head.request.end()
     assert ended == [(0, charged)]
     await state.close()

@@ -14,8 +14,7 @@ import pytest
 
 from raylm.config import Config
 from raylm.errors import EngineDiedError, InvalidRequestError, ModelNotFoundError, RayLMError, UnsupportedFieldError
-from raylm.frontend import Admission, ClientDisconnectedError, CompletionDelta, RequestHead, RequestOutput
-from raylm.frontend.admission import Lifecycle
+from raylm.frontend import Admission, ClientDisconnectedError, CompletionDelta, RequestHead, RequestOutput, Requests
 from raylm.ingress.http.errors import clip
 from raylm.params import PoolingParams, SamplingParams
 from tests.ingress.bad_inputs import ENDPOINTS
@@ -44,8 +43,8 @@ def ingress(llm: FakeAsyncLLM, policy: str = "fair") -> Ingress:
     config = Config.model_validate({"scheduler": {"policy": policy}})
     found = Ingress(config, None)  # type: ignore[arg-type]
     found._llm = llm  # type: ignore[assignment]
-    found._lifecycle = Lifecycle(8)
-    found._calls = HandleCalls(found._llm, config, found._lifecycle)
+    found._requests = Requests(8, llm.timelines)
+    found._calls = HandleCalls(found._llm, config, found._requests)
     return found
 
 
@@ -177,10 +176,10 @@ async def test_params_or_fields_say_how_to_sample_but_not_both() -> None:
 async def test_a_call_that_was_admitted_is_not_refused_when_its_prompt_turns_out_longer(*, streamed: bool) -> None:
     async with Stack() as stack:
         stack.llm.admission = Admission(max_tokens=60)
-        calls = HandleCalls(stack.llm, stack.config, Lifecycle(8))
+        calls = HandleCalls(stack.llm, stack.config, Requests(8, stack.llm.timelines))
         with stack.llm.admission.enter(40):  # another call waits
-            start = calls.completion("7%" * 50, None, {"max_tokens": 2, "ignore_eos": True})
-            outputs = [output async for output in calls.stream(start)] if streamed else [await calls.whole(start)]
+            asked: Any = (None, "7%" * 50, SamplingParams(max_tokens=2, ignore_eos=True))
+            outputs = [out async for out in calls.generate(*asked)] if streamed else [await calls.complete(*asked)]
             assert len(outputs[0].prompt_token_ids) > 60, "longer than what was left for it"
             assert outputs[-1].finished
         assert (stack.llm.admission.requests, stack.llm.admission.tokens) == (0, 0)
@@ -234,7 +233,7 @@ async def test_what_the_engine_gives_up_is_an_error_and_never_a_short_answer() -
 async def test_a_full_queue_or_replica_refuses_and_nothing_is_left() -> None:
     llm = FakeAsyncLLM()
     found = ingress(llm)
-    found._lifecycle.shutting_down = True
+    found._requests.shutting_down = True
     for made in (found.reply(HI), found.embed("a"), found.rerank("a", ["b"])):
         with pytest.raises(RayLMError, match="shutting down"):
             await made
@@ -258,7 +257,7 @@ class Process:
 async def test_a_caller_that_is_gone_ends_its_requests_and_nobody_elses() -> None:
     llm = FakeAsyncLLM(gate=asyncio.Event())
     found, process = ingress(llm), Process()
-    found._callers = Callers(process, period_s=0.0)
+    found._calls._callers = Callers(process, period_s=0.0)
     gone, kept = [found.stream_to([ref], "chat", HI) for ref in ("gone", "kept")]  # type: ignore[list-item]
     assert not (await anext(gone)).finished
     assert not (await anext(kept)).finished
@@ -274,9 +273,9 @@ async def test_a_caller_that_is_gone_ends_its_requests_and_nobody_elses() -> Non
     assert llm.gate is not None
     llm.gate.set()
     assert [output async for output in kept][-1].finished
-    assert not found._callers._requests
+    assert not found._calls._callers._requests
     await found.answer_to(["kept"], "reply", HI)  # type: ignore[list-item]
-    assert not found._callers._requests
+    assert not found._calls._callers._requests
 
 
 class Response:

@@ -7,7 +7,7 @@ import asyncio
 import pytest
 
 from raylm.config import Config
-from raylm.frontend import Lifecycle
+from raylm.frontend import Requests, Timelines
 
 pytestmark = pytest.mark.filterwarnings("ignore")  # Ray Serve warns when it is imported
 
@@ -30,7 +30,7 @@ async def test_nobody_is_refused_while_proxies_may_still_route_to_it(
     monkeypatch.setattr(ingress, "stop_flag", lambda: stopping.is_set)
     monkeypatch.setattr(ingress, "routed_for_s", routed_for_s)
     found = ingress.Ingress(Config(), None)  # type: ignore[arg-type]
-    found._lifecycle = Lifecycle(10)
+    found._requests = Requests(10, Timelines())
     draining = asyncio.create_task(found._drain_when_stopped())
     await asyncio.sleep(0.01)
     assert not asked.is_set()
@@ -38,7 +38,7 @@ async def test_nobody_is_refused_while_proxies_may_still_route_to_it(
     async with asyncio.timeout(300):
         await asked.wait()
     await asyncio.sleep(0.01)
-    assert found._lifecycle.shutting_down is refuses
+    assert found._requests.shutting_down is refuses
     draining.cancel()
 
 

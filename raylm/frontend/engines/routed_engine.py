@@ -11,6 +11,7 @@ from statistics import median_low
 from raylm.engine import ChainedHasher, keys_of, unpack_keys
 from raylm.frontend.engines.engine_client import EngineClient
 from raylm.frontend.engines.others_load import OthersLoad
+from raylm.frontend.timelines.record import Score
 from raylm.messages import BlockChanges, EngineCoreOutputs, EngineCoreRequest, EngineStats
 
 _DELAY_WEIGHT = 1 / 16  # of a second that delays a sequence there, relative to a second of this request
@@ -108,14 +109,21 @@ class KnownBlocks:
         return low
 
 
-@dataclass(slots=True)
-class OpenRequest:
-    """A request of this process on its engine. ``uncached_tokens`` count until its first token."""
+@dataclass(slots=True, eq=False)
+class Route:
+    """A request on its engine, from the choice of the engine to the end of the request there.
 
+    ``uncached_tokens`` are the prompt tokens to compute there; they count until its first token. ``blocks`` are the
+    blocks that the engine will then have. ``scores`` are the scores of all compared engines; empty if there was no
+    choice or nobody is told. ``since`` is the time at which the request was sent.
+    """
+
+    engine: RoutedEngine
     sequences: int
     uncached_tokens: int
-    blocks: Sequence[int]
-    since: float
+    blocks: Sequence[int] = ()
+    scores: tuple[Score, ...] = ()
+    since: float = 0.0
 
 
 @dataclass(slots=True, eq=False)
@@ -129,8 +137,8 @@ class RoutedEngine:
     """
 
     client: EngineClient
-    open: dict[int, OpenRequest] = field(default_factory=dict)
-    starting: dict[int, OpenRequest] = field(default_factory=dict)
+    open: dict[int, Route] = field(default_factory=dict)
+    starting: dict[int, Route] = field(default_factory=dict)
     blocks: KnownBlocks = field(default_factory=KnownBlocks)
     stats: EngineStats = field(default_factory=EngineStats)
     others: OthersLoad = field(default_factory=OthersLoad)
@@ -148,23 +156,23 @@ class RoutedEngine:
             self.is_watched = True
             self.client.watch_blocks()
 
-    def begin(self, key: int, request: OpenRequest) -> None:
-        self.open[key] = self.starting[key] = request
-        self.sequences += request.sequences
-        self.queued_tokens += request.uncached_tokens
-        self.blocks.expect(key, request.blocks)
+    def begin(self, key: int, route: Route) -> None:
+        self.open[key] = self.starting[key] = route
+        self.sequences += route.sequences
+        self.queued_tokens += route.uncached_tokens
+        self.blocks.expect(key, route.blocks)
 
     def end(self, key: int, now: float | None) -> None:
         """Remove a request. ``now`` is its end if it was served completely, else None."""
         self._start(key)
-        request = self.open.pop(key)
-        self.sequences -= request.sequences
+        route = self.open.pop(key)
+        self.sequences -= route.sequences
         if now is None:
-            self.blocks.settle(key, request.blocks)
+            self.blocks.settle(key, route.blocks)
         else:
-            if request.blocks:
-                self.ended.append((now, key, request.blocks))
-            self.service_s += _SERVICE_WEIGHT * (now - request.since - self.service_s)
+            if route.blocks:
+                self.ended.append((now, key, route.blocks))
+            self.service_s += _SERVICE_WEIGHT * (now - route.since - self.service_s)
 
     def on_outputs(self, outputs: EngineCoreOutputs, now: float) -> None:
         """Update the state from a message of the engine."""
@@ -223,8 +231,8 @@ class RoutedEngine:
         return step_s + token_s * self.stats.running
 
     def _start(self, key: int) -> None:
-        if (request := self.starting.pop(key, None)) is not None:
-            self.queued_tokens -= request.uncached_tokens
+        if (route := self.starting.pop(key, None)) is not None:
+            self.queued_tokens -= route.uncached_tokens
 
 
 def speeds(engines: list[RoutedEngine]) -> list[tuple[float, float]]:

@@ -7,9 +7,9 @@ import hashlib
 import logging
 import random
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from contextlib import suppress
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from itertools import repeat
 
 from raylm.errors import EngineCrashedError, EngineDiedError, EngineUnavailableError, RayLMError
@@ -19,7 +19,7 @@ from raylm.frontend.engines.engine_client import EngineClient
 from raylm.frontend.engines.others_load import distances
 from raylm.frontend.engines.recovery import Fail, Recovery, Resume
 from raylm.frontend.engines.rendezvous import Rendezvous
-from raylm.frontend.engines.routed_engine import OpenRequest, PromptBlocks, RoutedEngine, speeds
+from raylm.frontend.engines.routed_engine import PromptBlocks, Route, RoutedEngine, speeds
 from raylm.frontend.input_processor import Limits
 from raylm.frontend.timelines.record import Score
 from raylm.messages import EngineCoreOutputs, EngineCoreRequest, EngineStats
@@ -34,19 +34,6 @@ Deliver = Callable[[EngineCoreOutputs], list[tuple[int, int]]]
 Choice = tuple[int, list[float]]
 """Index of the best engine, and the cost of each, lower is better."""
 OnSent = Callable[[int, str, tuple[Score, ...]], None]
-
-
-@dataclass(frozen=True, slots=True)
-class Route:
-    """The engine for a request, the prompt tokens to compute there, and the blocks that the engine will then have.
-
-    ``scores`` are the scores of all compared engines; empty if there was no choice or ``on_sent`` is None.
-    """
-
-    engine: RoutedEngine
-    uncached_tokens: int
-    blocks: Sequence[int] = ()
-    scores: tuple[Score, ...] = ()
 
 
 class Router:
@@ -76,7 +63,7 @@ class Router:
         self._rendezvous = Rendezvous()
         self._branches = Branches()
         self._engines: dict[str, RoutedEngine] = {}
-        self._engine_of: dict[int, RoutedEngine] = {}
+        self._routes: dict[int, Route] = {}  # of the requests on engines, by key
         self._recovery = Recovery(resume, self._send_again, fail, recovery_timeout_s)
         self._recovery_timeout_s = recovery_timeout_s
         self._clock = clock
@@ -174,12 +161,12 @@ class Router:
             unavailable = EngineUnavailableError("No engine is ready; try again shortly.")
             self._recovery.take([request.key], "", unavailable)
             return
-        engine, uncached = route.engine, route.uncached_tokens
-        engine.begin(request.key, OpenRequest(request.params.n, uncached, route.blocks, self._clock()))
-        self._engine_of[request.key] = engine
+        engine, route.since = route.engine, self._clock()
+        engine.begin(request.key, route)
+        self._routes[request.key] = route
         if self._on_sent is not None:
             self._on_sent(request.key, engine.client.info.engine_id, route.scores)
-        engine.client.add(replace(request, uncached_tokens=uncached) if route.blocks else request)
+        engine.client.add(replace(request, uncached_tokens=route.uncached_tokens) if route.blocks else request)
 
     def send_when_able(self, request: EngineCoreRequest, fingerprint: str = "") -> None:
         """Send a request when an engine is ready, of this ``fingerprint`` if one is given."""
@@ -193,7 +180,8 @@ class Router:
     def leave(self, key: int, *, abort: bool) -> None:
         """Forget a request that has ended. With ``abort`` its engine may still run it, and is told to abort it."""
         self._recovery.forget(key)
-        if (engine := self._engine_of.pop(key, None)) is not None:
+        if (route := self._routes.pop(key, None)) is not None:
+            engine = route.engine
             engine.end(key, None if abort else self._clock())
             if abort:
                 engine.client.abort([key])
@@ -213,14 +201,14 @@ class Router:
         """
         engines = self._able(request, fingerprint)
         if len(engines) == 1:
-            return Route(engines[0], len(request.prompt_token_ids))
+            return Route(engines[0], request.params.n, len(request.prompt_token_ids))
         prompt = PromptBlocks(request)
         uncached = self._uncached(prompt, engines)
         place, costs = self.choose(prompt, engines, uncached)
         engine, now = engines[place], self._clock()
         blocks = () if engine.blocks.told is None else self._blocks(prompt, engine)
         told = None if self._on_sent is None else map(_score, engines, costs, uncached, repeat(now))
-        return Route(engine, uncached[place], blocks, tuple(told or ()))
+        return Route(engine, request.params.n, uncached[place], blocks, tuple(told or ()))
 
     def choose(self, prompt: PromptBlocks, engines: list[RoutedEngine], uncached: list[int]) -> Choice:
         """Choose among two or more engines. ``uncached`` has the prompt tokens that each would have to compute."""
@@ -366,7 +354,7 @@ class Router:
             self.adapters.leave(engine_id)
         keys = list(engine.open)
         for key in keys:
-            del self._engine_of[key]
+            del self._routes[key]
         if crashed:
             self._recovery.suspect(keys)
         self._recovery.take(keys, engine.client.info.worker.fingerprint, error)

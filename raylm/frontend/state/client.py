@@ -8,10 +8,10 @@ import math
 import time
 import uuid
 from collections import defaultdict
-from collections.abc import Awaitable, Callable, Iterable
+from collections.abc import Awaitable, Callable, Generator, Iterable
 from contextlib import suppress
 from contextvars import Context
-from typing import Protocol
+from typing import Any, Protocol
 
 from prometheus_client import generate_latest
 from prometheus_client.core import Metric
@@ -77,13 +77,44 @@ class SharedAdapters(Protocol):
 
 
 class Hold:
-    """A claim, from the request for it. ``end`` reports the number of tokens served and returns the rest."""
+    """A claim, from the request for it. ``end`` reports the number of tokens served and returns the rest.
+
+    ``await hold`` waits for the answer. As a context manager it is an account, which no token was served of.
+
+    Raises:
+        RateLimitError: the claim exceeds a limit of the key now.
+        EngineUnavailableError: the state did not answer in time.
+    """
 
     def __init__(self, client: StateClient, claim: Claim) -> None:
         self.claim = claim
         self.answer: asyncio.Future[Standing] = asyncio.get_running_loop().create_future()
         self._client = client
         self._granted = False
+
+    def __await__(self) -> Generator[Any, None, Hold]:
+        return self._until_granted().__await__()
+
+    async def _until_granted(self) -> Hold:
+        try:
+            async with asyncio.timeout(CLAIM_TIMEOUT_S):
+                standing = await self.answer
+        except TimeoutError:
+            self.end()
+            message = "The limits of the API key could not be checked; try again shortly."
+            raise EngineUnavailableError(message) from None
+        except BaseException:
+            self.end()  # it may have been granted in the same turn of the event loop
+            raise
+        if standing.refused_by is not None:
+            raise RateLimitError(_refusal(self.claim, standing), retry_after_s=math.ceil(standing.retry_after_s))
+        return self
+
+    def __enter__(self) -> Hold:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.end()
 
     def decide(self, standing: Standing) -> None:
         """Set the answer. A claim whose caller was cancelled is returned."""
@@ -187,31 +218,16 @@ class StateClient:
         with suppress(StateLostError):
             await self._link.leave(self.replica)
 
-    async def claim(self, key: str, limits: KeyLimits, tokens: int | None = None, *, begins: bool = True) -> Hold:
+    def claim(self, key: str, limits: KeyLimits, tokens: int | None = None, *, begins: bool = True) -> Hold:
         """Claim the start of one request, or ``tokens`` tokens, before the request is dispatched.
 
-        A request that another replica began is claimed with ``begins`` False.
-
-        Raises:
-            RateLimitError: the claim exceeds a limit of the key now.
-            EngineUnavailableError: the state did not answer in time.
+        A request that another replica began is claimed with ``begins`` False. The Hold counts from now on. Give it an
+        owner that ends it, then await it.
         """
         self.start()
         hold = Hold(self, Claim(key, limits, tokens, begins))
         self._asked.append(hold)
         self._wake.set()
-        try:
-            async with asyncio.timeout(CLAIM_TIMEOUT_S):
-                standing = await hold.answer
-        except TimeoutError:
-            hold.end()
-            message = "The limits of the API key could not be checked; try again shortly."
-            raise EngineUnavailableError(message) from None
-        except BaseException:
-            hold.end()  # it may have been granted in the same turn of the event loop
-            raise
-        if standing.refused_by is not None:
-            raise RateLimitError(_refusal(hold.claim, standing), retry_after_s=math.ceil(standing.retry_after_s))
         return hold
 
     def give_back(self, claim: Claim, served: int) -> None:

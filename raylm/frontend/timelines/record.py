@@ -120,13 +120,12 @@ class Record:
 
     ``key`` is the name of its API key, ``trace`` the caller's traceparent and tracestate. ``blocked_s`` are the seconds
     in which the client, or the proxy before it, did not accept written bytes. ``cancel`` ends the request with an
-    error; it is None before a prompt began. A record that is ``kept`` ends by ``Timelines.end_record``, not with its
-    connection.
+    error; offline it is None before a prompt began.
     """
 
     __slots__ = (
-        "blocked_s", "cancel", "clock", "ended", "error", "first_byte", "id", "is_stream", "kept", "key", "last_byte",
-        "marks", "model", "parts", "path", "received", "status", "trace",
+        "blocked_s", "cancel", "clock", "ended", "error", "first_byte", "id", "is_stream", "key", "last_byte", "marks",
+        "model", "parts", "path", "received", "status", "trace",
     )  # fmt: skip
 
     def __init__(self, request_id: str, key: str, path: str, clock: Clock, trace: Trace = None) -> None:
@@ -134,7 +133,6 @@ class Record:
         self.clock = clock
         self.model = ""
         self.is_stream = False
-        self.kept = False
         self.received = clock()
         self.ended: float | None = None
         self.status: int | None = None
@@ -149,6 +147,10 @@ class Record:
     def mark(self, phase: str) -> None:
         """Begin a phase of the request now."""
         self.marks.append((phase, self.clock()))
+
+    def note_body(self, model: str | None, stream: bool | None) -> None:
+        """Set what the body of the request asks for."""
+        self.model, self.is_stream = model or "", bool(stream)
 
     def sending(self, send: Callable[[Message], Awaitable[None]]) -> Callable[[Message], Awaitable[None]]:
         """Wrap an ASGI ``send`` to record the times at which bytes of the answer are accepted."""
@@ -192,7 +194,6 @@ class Record:
 
 
 CURRENT: ContextVar[Record | None] = ContextVar("current_record", default=None)
-BY_HANDLE: ContextVar[tuple[str, Trace]] = ContextVar("call_by_handle", default=("handle", None))
 LONGEST_TRACE = 512  # characters of a tracestate; W3C Trace Context guarantees only 512
 
 
@@ -201,16 +202,6 @@ def trace_of(traceparent: str | None, tracestate: str) -> Trace:
     if traceparent is None or len(traceparent) > LONGEST_TRACE:
         return None
     return traceparent, tracestate if len(tracestate) <= LONGEST_TRACE else ""
-
-
-def note_call(path: str, trace: Trace) -> None:
-    """Set the ``path`` of the record of this task's call by handle, and its caller's span."""
-    BY_HANDLE.set((path, trace))
-
-
-def serve_record(record: Record | None) -> None:
-    """Let this task, and tasks that it starts, belong to the request of ``record``."""
-    CURRENT.set(record)
 
 
 def current_id() -> str:
@@ -227,9 +218,3 @@ def mark(phase: str) -> None:
     """As ``Record.mark``, for this task's request. Does nothing without one."""
     if (record := CURRENT.get()) is not None:
         record.mark(phase)
-
-
-def note_body(model: str | None, stream: bool | None) -> None:
-    """Set the model and the stream flag in this task's record."""
-    if (record := CURRENT.get()) is not None:
-        record.model, record.is_stream = model or "", bool(stream)

@@ -16,7 +16,7 @@ import orjson
 
 from raylm.errors import RayLMError
 from raylm.frontend.timelines.describe import Raw, summary
-from raylm.frontend.timelines.record import BY_HANDLE, CURRENT, Clock, Part, Record, Trace
+from raylm.frontend.timelines.record import Clock, Part, Record
 
 Cancel = Callable[[RayLMError], None]
 
@@ -92,33 +92,23 @@ class Timelines:
         self._ended: deque[_Ended] = deque()
         self._size = 0
 
-    @contextmanager
-    def request(self, request_id: str, key: str, path: str, trace: Trace = None) -> Iterator[Record]:
-        """Open a record for this block and the tasks that it starts. It ends with the block, unless it is kept."""
-        record = self.begin(request_id, key, path, trace)
-        token = CURRENT.set(record)
-        try:
-            yield record
-        except BaseException as error:
-            self._fail(record, error)
-            raise
-        finally:
-            CURRENT.reset(token)
-            if not record.kept:
-                self.end_record(record)
+    def begin(self, record: Record) -> None:
+        """Begin the timeline of a request, which ``end_record`` ends."""
+        self._in_flight[record] = None
 
     def end_record(self, record: Record, error: BaseException | None = None) -> None:
-        """End a record that ``begin`` created, or that was kept."""
+        """End the timeline of a request, which ``error`` has ended if there is one."""
         if error is not None:
             self._fail(record, error)
         record.ended = self.clock()
         self._close(record)
 
     @contextmanager
-    def part(self, request_id: str, model: str, cancel: Cancel) -> Iterator[Part]:
-        """Add a part for a prompt to this task's record. Without a record, as in calls by handle, open one."""
-        current = CURRENT.get()
-        record = current or self.begin(request_id, "", *BY_HANDLE.get())
+    def part(self, current: Record | None, request_id: str, model: str, cancel: Cancel) -> Iterator[Part]:
+        """Add a part for a prompt to the ``current`` record. Without a record, as in offline use, open one."""
+        record = current or Record(request_id, "", "offline", self.clock)
+        if current is None:
+            self.begin(record)
         record.model = record.model or model
         if record.cancel is None:
             record.cancel = cancel
@@ -136,12 +126,6 @@ class Timelines:
             if current is None:
                 record.ended = part.ended
             self._close(record)
-
-    def begin(self, request_id: str, key: str, path: str, trace: Trace = None) -> Record:
-        """Open a record. ``end_record`` ends it."""
-        record = Record(request_id, key, path, self.clock, trace)
-        self._in_flight[record] = None
-        return record
 
     def _fail(self, record: Record, error: BaseException) -> None:
         record.error = _name(error)

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING
 
 import orjson
 
-from raylm.frontend import offload
+from raylm.frontend import Request, offload
 from raylm.ingress.anthropic.blocks import Events, MessageBlocks
 from raylm.ingress.anthropic.body import PARAM_NAMES, CountTokensRequest, MessagesRequest
 from raylm.ingress.anthropic.told import STATES, Told
@@ -41,15 +41,15 @@ class CreateMessage:
     def __init__(self, conversations: ChatCompletions) -> None:
         self._conversations = conversations
 
-    async def __call__(self, body: MessagesRequest, request_id: str, posted: Posted) -> Answer:
+    async def __call__(self, body: MessagesRequest, request: Request, posted: Posted) -> Answer:
         message_id = f"msg_{uuid.uuid4().hex}"
         stream_id = await self._conversations.open_stream(body.model, posted, STATES, streamed=body.stream)
         told = Told(stream_id)
         if told.ended:
             return _last_event(told)
         with renamed(PARAM_NAMES):
-            chat = (await offload(body.as_chat, len(body.messages))).at(body.place)
-            _, outputs = await self._conversations.start(chat, message_id, time.time(), stream_id=stream_id)
+            chat = await offload(body.as_chat, len(body.messages))
+            _, outputs = await self._conversations.start(chat, request, message_id, time.time(), stream_id=stream_id)
         message = Message(message_id, body.model, told)
         if body.stream:
             return _encode(message.events(outputs), told)
@@ -63,7 +63,7 @@ class CountTokens:
     def __init__(self, conversations: ChatCompletions) -> None:
         self._conversations = conversations
 
-    async def __call__(self, body: CountTokensRequest, request_id: str) -> bytes:
+    async def __call__(self, body: CountTokensRequest, request: Request) -> bytes:
         with renamed(PARAM_NAMES):
             chat = await offload(body.as_chat, len(body.messages))
             return orjson.dumps({"input_tokens": await self._conversations.count(chat)})

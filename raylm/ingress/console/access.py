@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from starlette.requests import Request
 
+from raylm.ingress.http.exchange import exchange_of
 from raylm.ingress.http.hosts import check_local
 
 
@@ -13,9 +14,7 @@ def owner_of(request: Request) -> str | None:
     Raises:
         PermissionDeniedError: no keys are configured, and the client is on another machine or uses an unknown host.
     """
-    scope = request.scope
-    if (key := scope.get("raylm.key")) is not None:
-        is_admin = getattr(scope.get("raylm.api_key"), "admin", False)
-        return None if is_admin else str(key)
-    check_local(scope)
+    if (key := exchange_of(request.scope).key) is not None:
+        return None if key.admin else key.name
+    check_local(request.scope)
     return None

@@ -16,7 +16,7 @@ from raylm.ingress.console.history import History
 if TYPE_CHECKING:
     from ray.serve.handle import DeploymentHandle
 
-    from raylm.frontend import AsyncLLM, Lifecycle
+    from raylm.frontend import AsyncLLM, Requests
 
 ANSWER_S = 2.0  # a replica that takes longer is reported as missing
 
@@ -26,9 +26,9 @@ _ENDED = "The request was ended by an operator."
 class Desk:
     """Answers questions about this process, as plain values."""
 
-    def __init__(self, llm: AsyncLLM, lifecycle: Lifecycle, node: str = "") -> None:
+    def __init__(self, llm: AsyncLLM, requests: Requests, node: str = "") -> None:
         """``node`` is the address of this process's node, as Ray has it."""
-        self._llm, self._lifecycle, self._node = llm, lifecycle, node
+        self._llm, self._requests, self._node = llm, requests, node
         self._began = time.time()
         self.kept = History(llm)
 
@@ -60,9 +60,9 @@ class Desk:
             "name": self.name,
             "node": self._node,
             "pid": os.getpid(),
-            "state": "draining" if self._lifecycle.shutting_down else "ready" if self._llm.is_ready else "starting",
+            "state": "draining" if self._requests.shutting_down else "ready" if self._llm.is_ready else "starting",
             "began": self._began,
-            "ongoing": self._lifecycle.num_ongoing,
+            "ongoing": self._requests.num_ongoing,
             "queued_requests": queue.requests,
             "queued_tokens": queue.tokens,
             "engines": len(self._llm.engines),

@@ -19,6 +19,7 @@ from raylm.config import IngressConfig
 from raylm.errors import AuthenticationError, ConfigError
 from raylm.frontend import ApiKey, KeyLimits, StateClient
 from raylm.ingress.http.errors import logger, route_path
+from raylm.ingress.http.exchange import exchange_of
 from raylm.stages import about
 
 CHECK_S = 1.0  # between checks of the file
@@ -200,8 +201,7 @@ def _number(text: str) -> float:
 class APIKeyMiddleware:
     """Refuses every request without a valid key, except requests to the open paths.
 
-    The ApiKey becomes ``scope["raylm.api_key"]``, and its name ``scope["raylm.key"]``. The function
-    ``scope["raylm.answer_headers"]`` makes the rate limit headers of the answer.
+    The Exchange gets the ApiKey, and for a limited key the function that makes the rate limit headers of the answer.
 
     The middleware checks the path that the router uses. It never uses the Host header or a URL made from it.
     """
@@ -218,9 +218,10 @@ class APIKeyMiddleware:
             key = self._keys.find(presented)
             if key is None:
                 raise AuthenticationError("The API key is not valid." if presented else _NO_KEY)
-            scope["raylm.api_key"], scope["raylm.key"] = key, key.name
+            exchange = exchange_of(scope)
+            exchange.key = key
             if key.limits != KeyLimits():
-                scope["raylm.answer_headers"] = partial(rate_limit_headers, key, self._state)
+                exchange.answer_headers = partial(rate_limit_headers, key, self._state)
         await self._app(scope, receive, send)
 
 

@@ -11,7 +11,7 @@ from starlette.datastructures import Headers
 from starlette.types import Receive
 
 from raylm.errors import BodyTimeoutError, BodyTooLargeError, InvalidRequestError, MediaTypeError, OverloadedError
-from raylm.frontend import ClientDisconnectedError, OngoingRequest
+from raylm.frontend import ClientDisconnectedError, Request
 
 MAX_NESTING = 64
 MAX_ELEMENTS = 2**19  # commas, colons and opening brackets: 20 to 40 ms of parsing in one call
@@ -46,14 +46,14 @@ class BodyReader:
     """
 
     def __init__(self, max_bytes: int, max_bodies: int, timeout_s: float) -> None:
-        self._max_bytes = max_bytes
+        self.max_bytes = max_bytes
         self._max_bodies = max_bodies
         self._timeout_s = timeout_s
-        self._sizes: dict[OngoingRequest, int] = {}  # in order of arrival
+        self._sizes: dict[Request, int] = {}  # in order of arrival
         self._size = 0
 
-    async def read(self, receive: Receive, ongoing: OngoingRequest) -> bytes:
-        """Receive the body of a registered request. The rest of a body that is too long is not read.
+    async def read(self, receive: Receive, request: Request) -> bytes:
+        """Receive the body of a request, in its ``connected`` block. The rest of a body that is too long is not read.
 
         Raises:
             ClientDisconnectedError: The client disconnected before the end of the body.
@@ -62,8 +62,8 @@ class BodyReader:
             OverloadedError: The incomplete bodies of all requests exceeded their limit.
         """
         late = BodyTimeoutError(f"The body did not arrive within {self._timeout_s:g} s.")
-        timer = asyncio.get_running_loop().call_later(self._timeout_s, ongoing.interrupt, late)
-        self._sizes[ongoing] = 0
+        timer = asyncio.get_running_loop().call_later(self._timeout_s, request.interrupt, late)
+        self._sizes[request] = 0
         self._make_room()
         try:
             parts: list[bytes] = []
@@ -74,23 +74,21 @@ class BodyReader:
                     raise ClientDisconnectedError
                 parts.append(message.get("body", b""))
                 more = message.get("more_body", False)
-                self._count(ongoing, len(parts[-1]))
+                self._count(request, len(parts[-1]))
             return b"".join(parts)
         finally:
             timer.cancel()
-            self._size -= self._sizes.pop(ongoing, 0)
+            self._size -= self._sizes.pop(request, 0)
 
-    def _count(self, ongoing: OngoingRequest, num_bytes: int) -> None:
-        if ongoing not in self._sizes:
-            raise OverloadedError(_CROWDED)  # refused during this turn of the event loop
-        self._sizes[ongoing] += num_bytes
+    def _count(self, request: Request, num_bytes: int) -> None:
+        self._sizes[request] += num_bytes
         self._size += num_bytes
-        if self._sizes[ongoing] > self._max_bytes:
-            raise _too_large(self._max_bytes)
+        if self._sizes[request] > self.max_bytes:
+            raise _too_large(self.max_bytes)
         self._make_room()
 
     def _make_room(self) -> None:
-        while len(self._sizes) > self._max_bodies or self._size > _LONGEST_AT_ONCE * self._max_bytes:
+        while len(self._sizes) > self._max_bodies or self._size > _LONGEST_AT_ONCE * self.max_bytes:
             oldest = next(iter(self._sizes))
             self._size -= self._sizes.pop(oldest)
             oldest.interrupt(OverloadedError(_CROWDED))

@@ -5,8 +5,8 @@ from __future__ import annotations
 import asyncio
 import hashlib
 import math
-from collections.abc import AsyncGenerator, AsyncIterator, Awaitable, Callable, Iterator
-from contextlib import aclosing, asynccontextmanager, contextmanager, suppress
+from collections.abc import AsyncGenerator, Awaitable, Callable, Iterator
+from contextlib import aclosing, contextmanager, suppress
 from dataclasses import dataclass
 from functools import lru_cache
 from typing import TYPE_CHECKING
@@ -14,25 +14,20 @@ from typing import TYPE_CHECKING
 from starlette.datastructures import Headers
 from starlette.types import Receive, Scope, Send
 
-from raylm.config import IngressConfig
 from raylm.errors import DeadlineExceededError, InvalidRequestError, PermissionDeniedError
 from raylm.frontend import (
     Admission,
     ApiKey,
+    Arrival,
     ClientDisconnectedError,
-    Lifecycle,
-    OngoingRequest,
-    Place,
-    Record,
-    StateClient,
-    Throttle,
-    Timelines,
-    note_body,
+    Request,
+    Requests,
     trace_of,
 )
 from raylm.ingress.http.body import BodyReader, check_head, read_json_object
 from raylm.ingress.http.errors import as_known_error, error_event, logger, route_path
 from raylm.ingress.http.event_stream import EventStream
+from raylm.ingress.http.exchange import exchange_of
 from raylm.ingress.http.hosts import check_local
 from raylm.ingress.http.sse import WAITING
 from raylm.ingress.http.stream_ids import LAST_EVENT_ID, Posted, reads_all_events
@@ -57,69 +52,12 @@ _REQUEST_TIMEOUT = "request-timeout-ms"
 _TTFT, _ITL = "x-raylm-ttft-ms", "x-raylm-itl-ms"
 
 
-class Gate:
-    """A request meets in turn: the pace of the event loop, the replica's places, its key's limits, the bounds of
-    bodies, and, with its body, the queue, whose policy shares it by keys. Its Place gives back what it got.
-    """
-
-    def __init__(self, config: IngressConfig, state: StateClient) -> None:
-        self.lifecycle = Lifecycle(config.max_ongoing_requests)
-        self.state = state
-        self._max_body_bytes = int(config.max_body_mib * 2**20)
-        self._throttle = Throttle()
-        self._bodies = BodyReader(self._max_body_bytes, config.max_ongoing_requests, config.body_timeout_s)
-
-    @asynccontextmanager
-    async def admit(
-        self, headers: Headers, key: ApiKey | None, queue: Admission, record: Record
-    ) -> AsyncIterator[Place]:
-        """Hold a request until the end of the block, unless it is kept, or refuse it by what its head says."""
-        await self._throttle.enter()
-        place = Place(queue, key, self.state)
-        place.record_as(record)
-        with self.lifecycle.admit(place.ongoing) as ongoing:
-            place.check(check_head(headers, self._max_body_bytes))
-            try:
-                with ongoing:
-                    await place.claim()
-                yield place
-            finally:
-                if not place.kept:
-                    place.leave()
-
-    async def admit_job(self, key: ApiKey | None, queue: Admission, num_bytes: int) -> Place:
-        """Hold a request that another replica let in, with so many bytes of a body; whoever makes it calls ``leave``.
-
-        Raises:
-            ShuttingDownError, OverloadedError, RateLimitError: there is no room for it now.
-        """
-        place = Place(queue, key, self.state)
-        try:
-            place.keep(self.lifecycle.admit())
-            await place.claim(begins=False)
-            place.wait(num_bytes)
-        except BaseException:
-            place.leave()
-            raise
-        return place
-
-    def keep(self, place: Place) -> None:
-        """The request of ``place`` goes on behind the answer of its connection; whoever makes it calls ``leave``."""
-        place.keep(self.lifecycle.succeed(place.ongoing))
-
-    async def receive(self, place: Place, receive: Receive) -> bytes:
-        """The body, for which the request does not count in the replica while it comes."""
-        with self.lifecycle.receiving(), place.ongoing as ongoing:
-            return await self._bodies.read(receive, ongoing)
-
-
 @dataclass(frozen=True, eq=False)
 class JSONEndpoint:
-    """Reads a ``body``, calls ``handler`` with it and the request's id, and sends the Answer.
+    """Reads a ``body``, calls ``handler`` with it and the Request, and sends the Answer.
 
-    A handler ``by_key`` also gets the name of the API key that the request came with, "" if none was needed. One that
-    is ``for_admins`` is called for keys of admins alone, and without keys for this machine alone; one whose streams are
-    ``resumable`` gets what was Posted.
+    A handler that is ``for_admins`` is called for keys of admins alone, and without keys for this machine alone. A
+    handler whose streams are ``resumable`` also gets what was Posted.
 
     ``incoming`` makes of the JSON what the body is read from, and names the fields that it left out.
 
@@ -132,92 +70,82 @@ class JSONEndpoint:
     body: type[Body]
     handler: Callable[..., Awaitable[Answer]]
     incoming: IncomingFields
-    gate: Gate
+    requests: Requests
+    bodies: BodyReader
     queue: Admission
     keep_alive: bytes
-    timelines: Timelines
-    by_key: bool = False
     for_admins: bool = False
     resumable: bool = False
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        key, path = scope.get("raylm.api_key"), str(scope["path"])
+        exchange = exchange_of(scope)
+        key = exchange.key
         if self.for_admins and key is None:
             check_local(scope)
         if self.for_admins and key is not None and not key.admin:
             raise PermissionDeniedError("Only an API key with the option 'admin' may do this.")
         headers = Headers(scope=scope)
         trace = trace_of(headers.get("traceparent"), ",".join(headers.getlist("tracestate")))
-        request = scope["raylm.request_id"], scope.get("raylm.key", ""), path, trace
-        with suppress(ClientDisconnectedError), self.timelines.request(*request) as record:
-            await self._answer(scope, receive, send, record, key)
+        arrival = Arrival(exchange.request_id, str(scope["path"]), key, trace)
+        with suppress(ClientDisconnectedError):
+            async with self.requests.open(arrival, self.queue) as request:
+                await self._answer(request, scope, receive, send)
 
-    async def _answer(self, scope: Scope, receive: Receive, send: Send, record: Record, key: ApiKey | None) -> None:
+    async def _answer(self, request: Request, scope: Scope, receive: Receive, send: Send) -> None:
         headers = Headers(scope=scope)
-        async with self.gate.admit(headers, key, self.queue, record) as place:
-            record.mark("body")
-            with _deadline(headers, place.ongoing) as on_begin:
-                content = await self.gate.receive(place, receive)
-                record.mark("parse")
-                await self._serve(content, place, on_begin, scope, receive, send, record)
+        with request.connected():
+            request.check(check_head(headers, self.bodies.max_bytes))
+            await request.claim()
+        request.record.mark("body")
+        with _deadline(headers, request) as on_begin:
+            with self.requests.receiving(), request.connected():  # it does not count in the replica meanwhile
+                content = await self.bodies.read(receive, request)
+            request.record.mark("parse")
+            await self._serve(content, request, on_begin, scope, receive, send)
 
     async def _serve(
-        self,
-        content: bytes,
-        place: Place,
-        on_begin: _Callback,
-        scope: Scope,
-        receive: Receive,
-        send: Send,
-        record: Record,
+        self, content: bytes, request: Request, on_begin: _Callback, scope: Scope, receive: Receive, send: Send
     ) -> None:
-        ongoing = place.ongoing
-        watch = asyncio.create_task(_watch_disconnect(receive, ongoing))
+        headers, key_name = Headers(scope=scope), request.arrival.key_name
+        watch = asyncio.create_task(_watch_disconnect(receive, request))
         try:
-            with ongoing:
-                reservation = place.wait(len(content))
-                reads_all = reads_all_events(Headers(scope=scope))
+            with request.connected():
+                request.wait(len(content))
+                reads_all = reads_all_events(headers)
                 data = await read_json_object(content)
                 data, ignored = await self.incoming.prepare(self.body, data)
-                scope["raylm.ignored_fields"] = ignored
-                body = (await self.body.read(data)).at(place)
+                exchange_of(scope).ignored_fields = ignored
+                body = await self.body.read(data)
                 self.incoming.tell(body.left_out)
-                self.incoming.meet(Headers(scope=scope).get("user-agent", ""))
+                self.incoming.meet(headers.get("user-agent", ""))
                 ignored += [name for name in body.left_out if name not in ignored]
-                place.service = service_level(Headers(scope=scope), place.key, body)
-                note_body(getattr(body, "model", None), getattr(body, "stream", None))
-                further = self._further(content, scope, reads_all)
-                answer = await self.handler(body, scope["raylm.request_id"], *further)
+                request.service = service_level(headers, request.key, body)
+                request.record.note_body(getattr(body, "model", None), getattr(body, "stream", None))
+                more = (Posted(content, key_name, headers.get(LAST_EVENT_ID, ""), reads_all),) if self.resumable else ()
+                answer = await self.handler(body, request, *more)
             if isinstance(answer, (bytes, list)):
                 on_begin()
-                if not place.kept:
-                    reservation.release()  # however slowly the client reads
-                await _send_whole([answer] if isinstance(answer, bytes) else answer, record.sending(send))
+                if not request.kept:
+                    request.leave_queue()  # however slowly the client reads
+                await _send_whole([answer] if isinstance(answer, bytes) else answer, request.record.sending(send))
             else:
                 async with aclosing(answer):
                     keep_alive = self.keep_alive or (WAITING if reads_all else b"")
-                    events = EventStream(send, keep_alive, record)
-                    await _send_stream(answer, ongoing, on_begin, scope, events)
+                    events = EventStream(send, keep_alive, request.record)
+                    await _send_stream(answer, request, on_begin, scope, events)
         finally:
             watch.cancel()
 
-    def _further(self, content: bytes, scope: Scope, reads_all: bool) -> tuple[str | Posted, ...]:
-        """What the handler gets beside the body and the request's id."""
-        key = scope.get("raylm.key", "")
-        if self.resumable:
-            return (Posted(content, key, Headers(scope=scope).get(LAST_EVENT_ID, ""), reads_all),)
-        return (key,) if self.by_key else ()
-
 
 @contextmanager
-def _deadline(headers: Headers, ongoing: OngoingRequest) -> Iterator[_Callback]:
-    """Interrupt a request when its client stops waiting, unless what this yields was called as the answer began."""
+def _deadline(headers: Headers, request: Request) -> Iterator[_Callback]:
+    """End a request when its client stops waiting, unless the yielded function was called when the answer began."""
     timeout_s = request_timeout_s(headers)
     if timeout_s is None:
         yield lambda: None
         return
     error = DeadlineExceededError(f"The request was given up: nothing could be answered within {timeout_s:g} s.")
-    timer = asyncio.get_running_loop().call_later(timeout_s, ongoing.interrupt, error)
+    timer = asyncio.get_running_loop().call_later(timeout_s, request.hang_up, error)
     try:
         yield timer.cancel
     finally:
@@ -271,13 +199,13 @@ def _positive(text: str) -> float:
     return number if math.isfinite(number) and number > 0 else 0.0
 
 
-async def _watch_disconnect(receive: Receive, ongoing: OngoingRequest) -> None:
+async def _watch_disconnect(receive: Receive, request: Request) -> None:
     try:
         while (await receive())["type"] != "http.disconnect":
             pass
     except Exception as error:
         logger.warning("the connection to a client broke: %s", error, extra=about("client.lost"))
-    ongoing.interrupt(ClientDisconnectedError())
+    request.hang_up(ClientDisconnectedError())
 
 
 async def _send_whole(pieces: list[bytes], send: Send) -> None:
@@ -289,11 +217,11 @@ async def _send_whole(pieces: list[bytes], send: Send) -> None:
 
 
 async def _send_stream(
-    chunks: Chunks, ongoing: OngoingRequest, on_begin: _Callback, scope: Scope, events: EventStream
+    chunks: Chunks, request: Request, on_begin: _Callback, scope: Scope, events: EventStream
 ) -> None:
     async with events:
         try:
-            with ongoing:
+            with request.connected():
                 first = await anext(chunks)
                 on_begin()
                 await events.send(first)
@@ -305,7 +233,7 @@ async def _send_stream(
         except Exception as error:
             if not events.begun:
                 raise
-            event = error_event(as_known_error(error, scope["raylm.request_id"]), route_path(scope))
+            event = error_event(as_known_error(error, request.id), route_path(scope))
             # A client that does not read may not hold this up for long.
             with suppress(TimeoutError):
                 async with asyncio.timeout(_ERROR_EVENT_TIMEOUT_S):

@@ -10,6 +10,7 @@ from starlette.datastructures import Headers
 from starlette.types import Scope
 
 from raylm.errors import PermissionDeniedError
+from raylm.ingress.http.exchange import exchange_of
 
 _ANY = "*"
 _ADVICE = "Without API keys this is answered to this machine alone: use localhost there, or configure keys."
@@ -42,7 +43,7 @@ def check_local(scope: Scope) -> None:
     Raises:
         PermissionDeniedError: The request comes from another machine, or its Host is unknown.
     """
-    if not scope.get("raylm.is_local", False):
+    if not exchange_of(scope).is_local:
         raise PermissionDeniedError(_ADVICE)
 
 

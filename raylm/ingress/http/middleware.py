@@ -25,6 +25,7 @@ from raylm.errors import (
 )
 from raylm.frontend import Throttle
 from raylm.ingress.http.errors import as_known_error, clip, error_response, logger, route_path, routing_error
+from raylm.ingress.http.exchange import Exchange, exchange_of
 from raylm.ingress.http.heap import HeapTrimmer
 from raylm.ingress.http.hosts import Hosts, comes_from_here
 from raylm.stages import about, report
@@ -73,10 +74,8 @@ class ConfiguredOriginsMiddleware(CORSMiddleware):
 class RequestContextMiddleware:
     """Bounds the headers, gives the request its id, counts the answer, and turns every exception into one.
 
-    The id stands in ``scope["raylm.request_id"]`` and in the header x-request-id of the answer, the names in
-    ``scope["raylm.ignored_fields"]`` in the header x-raylm-ignored-fields, beside the headers that
-    ``scope["raylm.answer_headers"]`` makes. PROBES are neither counted nor logged,
-    whoever sends them. WebSockets are refused. The heap is trimmed after large bodies and answers.
+    It makes the Exchange of each request, and writes into the head of the answer what stands there. PROBES are neither
+    counted nor logged. WebSockets are refused. The heap is trimmed after large bodies and answers.
     """
 
     def __init__(self, app: ASGIApp, metrics: HTTPMetrics, access_log: bool = False) -> None:
@@ -92,7 +91,7 @@ class RequestContextMiddleware:
         if scope["type"] != "http":
             await self._app(scope, receive, send)
             return
-        request_id = scope["raylm.request_id"] = _request_id(scope["headers"])
+        exchange = Exchange(scope, request_id := _request_id(scope["headers"]))
         is_probe, began = route_path(scope) in PROBES, time.perf_counter()
         status: int | None = None
         carried = 0
@@ -109,10 +108,10 @@ class RequestContextMiddleware:
             if message["type"] == "http.response.start":
                 status = message["status"]
                 if not is_probe:
-                    self._metrics.answers[status, scope.get("raylm.key", "")] += 1
+                    self._metrics.answers[status, exchange.key_name] += 1
                 headers = [*message["headers"], (b"x-request-id", request_id.encode())]
-                headers += scope.get("raylm.answer_headers", list)()
-                if ignored := scope.get("raylm.ignored_fields"):
+                headers += exchange.answer_headers()
+                if ignored := exchange.ignored_fields:
                     more = [f"and {len(ignored) - MAX_SHOWN} more"] if len(ignored) > MAX_SHOWN else []
                     shown = ", ".join(ignored[:MAX_SHOWN] + more)
                     headers.append((b"x-raylm-ignored-fields", shown.encode()))
@@ -139,7 +138,7 @@ class RequestContextMiddleware:
 
 
 class HostMiddleware:
-    """Says in ``scope["raylm.is_local"]`` whether a request comes from this machine and names it in Host.
+    """Notes in the Exchange whether a request comes from this machine and names it in Host.
 
     With ``enforced`` requests with a Host that is unknown are answered 403, except for PROBES: a page whose own name
     leads to this machine could read the answers.
@@ -162,7 +161,7 @@ class HostMiddleware:
                 shown = clip(headers["host"], _MAX_SHOWN_HOST)
                 advice = "use localhost, or add the name to ingress.allowed_hosts"
                 raise PermissionDeniedError(f"The Host header '{shown}' is no name of this server: {advice}.")
-            scope["raylm.is_local"] = known and comes_from_here(scope, headers, self._nodes())
+            exchange_of(scope).is_local = known and comes_from_here(scope, headers, self._nodes())
         await self._app(scope, receive, send)
 
 
@@ -185,7 +184,7 @@ def _access_line(scope: Scope, status: int | None, seconds: float) -> str:
         client = forwarded[-1].rpartition(",")[2].strip()
     path = quote(scope["path"], safe="/:@+,;=~!$&'()*")
     asked = f"{quote(client, safe=':')} {scope['method']} {path}"
-    return f"{asked} {status or '-'} {seconds:.3f} s {scope['raylm.request_id']}"
+    return f"{asked} {status or '-'} {seconds:.3f} s {exchange_of(scope).request_id}"
 
 
 def _request_id(headers: _Headers) -> str:

@@ -22,7 +22,7 @@ from raylm.version import VERSION
 
 if TYPE_CHECKING:
     from raylm.config import Config
-    from raylm.frontend import AsyncLLM, Lifecycle, StateClient
+    from raylm.frontend import AsyncLLM, Requests, StateClient
 
 READY = {"status": "ok"}
 _PROMETHEUS_TEXT = "text/plain; version=0.0.4; charset=utf-8"
@@ -61,24 +61,24 @@ class HTTPMetrics(Collector):
         yield from self._process.collect()
 
 
-def check_ready(llm: AsyncLLM, lifecycle: Lifecycle) -> None:
+def check_ready(llm: AsyncLLM, requests: Requests) -> None:
     """Raise the error with which a request would be refused now, if any."""
-    if lifecycle.shutting_down:
+    if requests.shutting_down:
         raise ShuttingDownError("The server is shutting down.")
     if not llm.is_ready:
         raise EngineUnavailableError("No engine is ready; try again shortly.")
 
 
-def ops_routes(llm: AsyncLLM, lifecycle: Lifecycle, state: StateClient) -> list[Route]:
+def ops_routes(llm: AsyncLLM, requests: Requests, state: StateClient) -> list[Route]:
     async def health(request: Request) -> Response:
-        check_ready(llm, lifecycle)
+        check_ready(llm, requests)
         return json_response(READY)
 
     async def series(request: Request) -> Response:
         return Response(await state.series(), headers={"content-type": _PROMETHEUS_TEXT})
 
     async def load(request: Request) -> Response:
-        return json_response({"server_load": lifecycle.num_ongoing})
+        return json_response({"server_load": requests.num_ongoing})
 
     async def version(request: Request) -> Response:
         return json_response({"version": VERSION})

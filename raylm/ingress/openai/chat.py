@@ -10,7 +10,7 @@ from pydantic import Field
 
 from raylm.config import Config
 from raylm.errors import InvalidRequestError
-from raylm.frontend import ChatRequest, NamedTool
+from raylm.frontend import ChatRequest, NamedTool, Request
 from raylm.frontend import ToolChoice as ChosenTool
 from raylm.ingress.http.body import JSONObject
 from raylm.ingress.http.endpoint import Answer
@@ -18,7 +18,7 @@ from raylm.ingress.http.errors import clip
 from raylm.ingress.http.stream_ids import UNRESUMABLE, Posted, StreamId, StreamIds
 from raylm.ingress.openai.choices import Choices
 from raylm.ingress.openai.fields import NumLogprobs, at_most, unsupported, wish, wrong
-from raylm.ingress.openai.generation import GenerationBody, check_model, open_stream, opens_turn
+from raylm.ingress.openai.generation import GenerationBody, check_model, check_target, open_stream, opens_turn
 from raylm.ingress.openai.logprobs import TokenTexts, chat_logprobs
 from raylm.ingress.openai.messages import MAX_TOOLS, Messages, TextPart, Tool, ToolChoice
 from raylm.params import SamplingParams
@@ -161,8 +161,9 @@ class ChatChoices(Choices):
         params: SamplingParams,
         tokens: TokenTexts,
         stream_id: StreamId,
+        at_once: float,
     ) -> None:
-        super().__init__(head, body, params, tokens, stream_id)
+        super().__init__(head, body, params, tokens, stream_id, at_once)
         self._echoed = body.echoed
 
     def _shared(self, output: RequestOutput) -> JSONObject:
@@ -229,10 +230,10 @@ class ChatCompletions:
         self._stream_ids = stream_ids or StreamIds()
         self._tokens = TokenTexts(llm)
 
-    async def __call__(self, body: ChatCompletionRequest, request_id: str, posted: Posted) -> Answer:
-        name, arrival_time = f"chatcmpl-{body.request_id or request_id}", time.time()
+    async def __call__(self, body: ChatCompletionRequest, request: Request, posted: Posted) -> Answer:
+        name, arrival_time = f"chatcmpl-{body.request_id or request.id}", time.time()
         stream_id = await self.open_stream(body.model, posted, body.n or 1, streamed=body.stream)
-        params, outputs = await self.start(body, name, arrival_time, stream_id=stream_id)
+        params, outputs = await self.start(body, request, name, arrival_time, stream_id=stream_id)
         kind = "chat.completion.chunk" if body.stream else "chat.completion"
         head = {"id": name, "object": kind, "created": int(arrival_time), "model": body.model}
         head["system_fingerprint"] = self._llm.fingerprint
@@ -240,7 +241,8 @@ class ChatCompletions:
             head["service_tier"] = "default"
         if body.include_reasoning is False:
             outputs = _without_reasoning(outputs)
-        return await ChatChoices(head, body, params, self._tokens, stream_id).answer([outputs])
+        at_once = request.at_once(params.n)
+        return await ChatChoices(head, body, params, self._tokens, stream_id, at_once).answer([outputs])
 
     async def open_stream(self, model: str, posted: Posted, num_choices: int, *, streamed: bool | None) -> StreamId:
         """As ``generation.open_stream``, for any body that is converted to a chat completion."""
@@ -249,6 +251,7 @@ class ChatCompletions:
     async def start(
         self,
         body: ChatCompletionRequest,
+        request: Request,
         name: str,
         arrival_time: float,
         params: SamplingParams | None = None,
@@ -259,8 +262,11 @@ class ChatCompletions:
         ``params`` replaces the body's parameters.
         """
         body.check(self._config)
-        head = body.head(name, arrival_time, "messages", self._llm)
-        params, prompt = await self._prepare(body, params, any_length=body.truncate_prompt_tokens is not None)
+        check_target(request, self._config)
+        head = body.head(request, name, arrival_time, "messages", self._llm)
+        params = params or body.params(self._llm.sampling_defaults)
+        request.expect(1, params.n)
+        prompt = await self._prepare(body, params, any_length=body.truncate_prompt_tokens is not None)
         head, drawn = stream_id.nth(0, head, prompt.params)
         (token_ids,) = await self._llm.reserve([body.cut(prompt.token_ids, self._llm.max_model_len)], drawn, [head])
         return params, self._llm.generate(token_ids, drawn, head, prompt.answer_format)
@@ -269,7 +275,7 @@ class ChatCompletions:
         """The number of tokens of the conversation's prompt."""
         body.check(self._config)
         check_model(body.model, self._llm)
-        _, prompt = await self._prepare(body, None, any_length=True)
+        prompt = await self._prepare(body, body.params(self._llm.sampling_defaults), any_length=True)
         return len(prompt.token_ids)
 
     async def fit(self, body: ChatCompletionRequest, max_new: int) -> ChatCompletionRequest:
@@ -290,12 +296,8 @@ class ChatCompletions:
                 low = middle + 1
         return _without(body, head, low)
 
-    async def _prepare(
-        self, body: ChatCompletionRequest, params: SamplingParams | None, *, any_length: bool
-    ) -> tuple[SamplingParams, ChatPrompt]:
-        params = params or body.params(self._llm.sampling_defaults)
-        body.expect(1, params.n)
-        return params, await self._llm.prepare_chat(body.chat_request(any_length=any_length), params)
+    async def _prepare(self, body: ChatCompletionRequest, params: SamplingParams, *, any_length: bool) -> ChatPrompt:
+        return await self._llm.prepare_chat(body.chat_request(any_length=any_length), params)
 
 
 async def _without_reasoning(outputs: Outputs) -> Outputs:

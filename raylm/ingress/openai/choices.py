@@ -45,6 +45,7 @@ class Choices(ABC):
         params: SamplingParams,
         tokens: TokenTexts,
         stream_id: StreamId,
+        at_once: float,
     ) -> None:
         self._head = head
         self._body = body
@@ -58,6 +59,7 @@ class Choices(ABC):
         self._plain = not detailed
         self._opened: set[int] = set()
         self._id = stream_id
+        self._at_once = at_once  # prompts that wait for their first output together
         self._told: Counter[int] = Counter()  # tokens sent of each choice
 
     async def answer(self, outputs: Sequence[Outputs]) -> Answer:
@@ -65,7 +67,7 @@ class Choices(ABC):
 
     async def _whole(self, outputs: Sequence[Outputs]) -> list[bytes]:
         usage = Usage(len(outputs))
-        whole = await gather(outputs, self._n, usage, self._body.at_once(self._n))
+        whole = await gather(outputs, self._n, usage, self._at_once)
 
         def make() -> JSONObject:
             choices = Pieces(self._whole_choice(choice, output) for output in whole for choice in output.deltas)
@@ -85,7 +87,7 @@ class Choices(ABC):
         if self._id.all_told(with_usage=with_usage):
             yield self._id.line() + DONE
             return
-        async with aclosing(merge(outputs, self._body.at_once(self._n))) as items:
+        async with aclosing(merge(outputs, self._at_once)) as items:
             async for output in items:
                 usage.begin(output)
                 shown = replace(usage) if self._with_usage else None

@@ -11,14 +11,14 @@ from pydantic import Field
 
 from raylm.config import Config
 from raylm.errors import InvalidRequestError
-from raylm.frontend import CompletionDelta
+from raylm.frontend import ApiKey, CompletionDelta, Request
 from raylm.ingress.http.answer import Pieces
 from raylm.ingress.http.body import JSONObject
 from raylm.ingress.http.endpoint import Answer
 from raylm.ingress.http.stream_ids import UNRESUMABLE, Posted, StreamId, StreamIds
 from raylm.ingress.openai.choices import Choices
 from raylm.ingress.openai.fields import NumLogprobs, Prompt, Prompts, unsupported
-from raylm.ingress.openai.generation import GenerationBody, open_stream, tokenized
+from raylm.ingress.openai.generation import GenerationBody, check_target, open_stream, tokenized
 from raylm.ingress.openai.logprobs import CompletionLogprobs, TokenTexts
 from raylm.params import SamplingParams
 
@@ -61,7 +61,7 @@ class CompletionRequest(GenerationBody):
         if len(self.prompt) * (self.n or 1) > MAX_CHOICES:
             raise InvalidRequestError(f"'n' times the number of prompts must be at most {MAX_CHOICES}.", param="n")
 
-    def params(self, defaults: JSONObject, default_max_tokens: int | None) -> SamplingParams:
+    def params(self, defaults: JSONObject, default_max_tokens: int | None, key: ApiKey | None) -> SamplingParams:
         """SamplingParams of this body. ``defaults`` and ``default_max_tokens`` are the checkpoint's.
 
         Echo with logprobs requests the prompt's logprobs. ``max_tokens`` 0 draws one token that is not shown. Raises as
@@ -71,8 +71,8 @@ class CompletionRequest(GenerationBody):
         limit = max(self.max_tokens, 1) if self.max_tokens is not None else None
         if limit is None and default_max_tokens is None:
             limit = DEFAULT_MAX_TOKENS
-            if self.place is not None and self.place.key is not None:
-                limit = min(limit, self.place.key.max_output or limit)
+            if key is not None:
+                limit = min(limit, key.max_output or limit)
         return self.sampling(
             defaults, max_tokens=limit, logprobs=self.logprobs, prompt_logprobs=max(wanted, default=None)
         )
@@ -91,9 +91,10 @@ class CompletionChoices(Choices):
         params: SamplingParams,
         tokens: TokenTexts,
         stream_id: StreamId,
+        at_once: float,
         echoed: list[str] | None,
     ) -> None:
-        super().__init__(head, body, params, tokens, stream_id)
+        super().__init__(head, body, params, tokens, stream_id, at_once)
         self._echoed = echoed
         self._columns: dict[int, CompletionLogprobs] = {}
 
@@ -143,21 +144,24 @@ class Completions:
         self._stream_ids = stream_ids or StreamIds()
         self._tokens = TokenTexts(llm)
 
-    async def __call__(self, body: CompletionRequest, request_id: str, posted: Posted) -> Answer:
-        name, arrival_time = f"cmpl-{body.request_id or request_id}", time.time()
+    async def __call__(self, body: CompletionRequest, request: Request, posted: Posted) -> Answer:
+        name, arrival_time = f"cmpl-{body.request_id or request.id}", time.time()
         num_choices = len(body.prompt) * (body.n or 1)
         ids, llm = self._stream_ids, self._llm
         stream_id = await open_stream(body.model, posted, num_choices, ids, llm, streamed=body.stream)
-        started = await self.start(body, name, arrival_time, stream_id=stream_id)
+        started = await self.start(body, request, name, arrival_time, stream_id=stream_id)
         echoed = [await self._text(prompt) for prompt in started.prompts] if body.echo else None
         outputs = [_unseen(stream) for stream in started.outputs] if body.max_tokens == 0 else started.outputs
         shared = {"id": name, "object": "text_completion", "created": int(arrival_time), "model": body.model}
         shared["system_fingerprint"] = self._llm.fingerprint
-        return await CompletionChoices(shared, body, started.params, self._tokens, stream_id, echoed).answer(outputs)
+        params, at_once = started.params, request.at_once(started.params.n)
+        choices = CompletionChoices(shared, body, params, self._tokens, stream_id, at_once, echoed)
+        return await choices.answer(outputs)
 
     async def start(
         self,
         body: CompletionRequest,
+        request: Request,
         name: str,
         arrival_time: float,
         params: SamplingParams | None = None,
@@ -165,9 +169,10 @@ class Completions:
     ) -> StartedCompletions:
         """Start a completion. ``params`` replaces the body's parameters. Outputs are generated when iterated."""
         body.check(self._config)
-        head = body.head(name, arrival_time, "prompt", self._llm)
-        params = params or body.params(self._llm.sampling_defaults, self._llm.default_max_tokens)
-        body.expect(len(body.prompt), params.n)
+        check_target(request, self._config)
+        head = body.head(request, name, arrival_time, "prompt", self._llm)
+        params = params or body.params(self._llm.sampling_defaults, self._llm.default_max_tokens, request.key)
+        request.expect(len(body.prompt), params.n)
         special = body.add_special_tokens is not False
         prompts = [await tokenized(prompt, body, self._llm, special=special) for prompt in body.prompt]
         started = [stream_id.nth(place, head.nth(place), params) for place in range(len(prompts))]

@@ -15,11 +15,11 @@ from numpy.typing import NDArray
 
 from raylm.config import Config
 from raylm.errors import InvalidRequestError
-from raylm.frontend import RequestHead
+from raylm.frontend import Request, RequestHead
 from raylm.ingress.http.answer import Pieces, json_answer
 from raylm.ingress.http.body import JSONObject
 from raylm.ingress.openai.fields import Prompt, Prompts
-from raylm.ingress.openai.generation import CutBody, RequestBody, tokenized
+from raylm.ingress.openai.generation import CutBody, RequestBody, check_target, tokenized
 from raylm.ingress.openai.outputs import Usage, merge
 from raylm.params import PoolingParams, PoolingType
 
@@ -86,24 +86,27 @@ class PoolingHandler(ABC, Generic[B]):
     def answer(self, body: B, head: RequestHead, embedded: Embedded) -> JSONObject:
         """The answer of the route. Vectors in it may be arrays."""
 
-    async def __call__(self, body: B, request_id: str) -> list[bytes]:
-        answer = await self.respond(body, request_id)
+    async def __call__(self, body: B, request: Request) -> list[bytes]:
+        answer = await self.respond(body, request)
         entries = answer[self.listed]
         numbers = sum(1 + len(entry.get("embedding", ())) for entry in entries)
         return await json_answer(lambda: answer | {self.listed: Pieces(entries)}, numbers)
 
-    async def respond(self, body: B, request_id: str) -> JSONObject:
+    async def respond(self, body: B, request: Request) -> JSONObject:
         """The answer of the route, with vectors as arrays."""
         body.check(self._config)
-        name = f"{self.prefix}-{body.request_id or request_id}"
-        head = body.head(name, time.time(), "input", self._llm)
-        return self.answer(body, head, await self._embed(await self.streams(body, head), body.at_once(1)))
+        check_target(request, self._config)
+        name = f"{self.prefix}-{body.request_id or request.id}"
+        head = body.head(request, name, time.time(), "input", self._llm)
+        return self.answer(body, head, await self._embed(await self.streams(body, request, head), request.at_once(1)))
 
-    async def streams(self, body: B, head: RequestHead, params: PoolingParams | None = None) -> list[Outputs]:
+    async def streams(
+        self, body: B, request: Request, head: RequestHead, params: PoolingParams | None = None
+    ) -> list[Outputs]:
         """The single output of each text, computed when iterated. ``params`` replaces the body's parameters."""
         texts = self.texts(body)
         params = params or body.pooling_params(self._llm.pooling_defaults.pooling)
-        body.expect(len(texts), 1)
+        request.expect(len(texts), 1)
         heads = [head.nth(place, param) for place, (_, param) in enumerate(texts)]
         prompts = [await self.prompt(text, body) for text in texts]
         reserved = await self._llm.reserve(prompts, params, heads)

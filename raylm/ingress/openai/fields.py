@@ -19,7 +19,6 @@ from __future__ import annotations
 
 import asyncio
 import difflib
-import math
 import re
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
@@ -46,7 +45,7 @@ from pydantic import (
 from pydantic_core import CoreSchema, ErrorDetails, PydanticCustomError, core_schema
 
 from raylm.errors import InvalidRequestError, UnsupportedFieldError
-from raylm.frontend import LARGE, Place
+from raylm.frontend import LARGE
 from raylm.ingress.http.errors import clip
 from raylm.params import MAX_LOGPROBS
 
@@ -194,36 +193,12 @@ class Body(BaseModel):
     of_tools: ClassVar[tuple[str, ...]] = ()
     of_reasoning: ClassVar[tuple[str, ...]] = ()
 
-    _place: Place | None = PrivateAttr(None)
     _left_out: tuple[str, ...] = PrivateAttr(())
 
     @property
     def left_out(self) -> tuple[str, ...]:
         """Names of fields that were ignored, and of options that have no effect here."""
         return self._left_out
-
-    @property
-    def place(self) -> Place | None:
-        """The Place of the body's request, None if it did not pass admission."""
-        return self._place
-
-    def at(self, place: Place | None) -> Self:
-        """Set the Place of this body's request. Returns the body."""
-        self._place = place
-        return self
-
-    def expect(self, num_prompts: int, num_sequences: int) -> None:
-        """Extend the request's place in the queue to these prompts, with so many sequences each.
-
-        Raises:
-            OverloadedError: the queue is full.
-        """
-        if self._place is not None:
-            self._place.expect(num_prompts, num_sequences)
-
-    def at_once(self, num_sequences: int) -> float:
-        """The number of its prompts, of so many sequences each, that may wait for their first tokens together."""
-        return math.inf if self._place is None else self._place.at_once(num_sequences)
 
     @classmethod
     def parse(cls, data: Mapping[str, Any]) -> Self:

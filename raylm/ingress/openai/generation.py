@@ -11,7 +11,7 @@ from typing_extensions import TypedDict
 
 from raylm.config import Config
 from raylm.errors import InvalidRequestError, ModelNotFoundError
-from raylm.frontend import RequestHead
+from raylm.frontend import Request, RequestHead
 from raylm.ingress.http.errors import clip
 from raylm.ingress.http.stream_ids import LAST_EVENT_ID, UNRESUMABLE, Posted, StreamId, StreamIds
 from raylm.ingress.openai.fields import (
@@ -80,30 +80,34 @@ class RequestBody(Body):
         """
         check_schedule(self, config)
 
-    def head(self, request_id: str, arrival_time: float, param: str, llm: AsyncLLM) -> RequestHead:
+    def head(self, request: Request, name: str, arrival_time: float, param: str, llm: AsyncLLM) -> RequestHead:
         """The head of the body's requests, whose prompts come from the field ``param``.
 
         Raises:
             ModelNotFoundError: the model is unknown.
         """
         return RequestHead(
-            request_id=request_id,
+            request_id=name,
             priority=self.priority or 0,
             cache_salt=self.cache_salt,
             arrival_time=arrival_time,
             param=param,
             adapter=check_model(self.model, llm),
-            place=self.place,
+            request=request,
         )
 
 
 def check_schedule(body: RequestBody, config: Config) -> None:
-    """Raise UnsupportedFieldError for a priority or a target that the scheduling policy ignores."""
+    """Raise UnsupportedFieldError for a priority that the scheduling policy ignores."""
     if body.priority is not None and config.scheduler.policy != "priority":
         raise unsupported(
             "priority", f"this server does not schedule by it (scheduler.policy: {config.scheduler.policy})."
         )
-    if body.place is not None and body.place.service.ttft_s is not None and config.scheduler.policy != "fair":
+
+
+def check_target(request: Request, config: Config) -> None:
+    """Raise UnsupportedFieldError for a latency target that the scheduling policy ignores."""
+    if request.service.ttft_s is not None and config.scheduler.policy != "fair":
         raise unsupported(
             "x-raylm-ttft-ms", f"this server does not schedule by it (scheduler.policy: {config.scheduler.policy})."
         )

@@ -8,7 +8,7 @@ import orjson
 from pydantic import Field
 
 from raylm.errors import InvalidRequestError
-from raylm.frontend import ChatRequest
+from raylm.frontend import ChatRequest, Request
 from raylm.ingress.http.answer import Pieces, json_answer
 from raylm.ingress.http.body import JSONObject
 from raylm.ingress.openai.fields import Body, TokenIds
@@ -53,7 +53,7 @@ class Tokenize:
     def __init__(self, llm: AsyncLLM) -> None:
         self._llm = llm
 
-    async def __call__(self, body: TokenizeRequest, request_id: str) -> list[bytes]:
+    async def __call__(self, body: TokenizeRequest, request: Request) -> list[bytes]:
         body.check()
         if body.model is not None:
             check_model(body.model, self._llm)
@@ -85,7 +85,7 @@ class Detokenize:
     def __init__(self, llm: AsyncLLM) -> None:
         self._llm = llm
 
-    async def __call__(self, body: DetokenizeRequest, request_id: str) -> bytes:
+    async def __call__(self, body: DetokenizeRequest, request: Request) -> bytes:
         if body.model is not None:
             check_model(body.model, self._llm)
         return orjson.dumps({"prompt": await self._llm.detokenize(body.tokens)})

@@ -6,7 +6,7 @@ from collections.abc import Mapping
 from dataclasses import asdict, dataclass, fields
 from typing import Any, TypeVar
 
-from raylm.frontend import ApiKey, KeyLimits, Place, Record, Timelines
+from raylm.frontend import ApiKey, Arrival, KeyLimits, Request
 from raylm.ingress.http.body import JSONObject
 from raylm.messages import ServiceLevel
 
@@ -15,7 +15,7 @@ T = TypeVar("T")
 
 @dataclass(frozen=True, slots=True)
 class Caller:
-    """The API key of a request without its secret, its ``service``, and the first fields of its record."""
+    """The API key of a request without its secret, its ``service``, and the first fields of its timeline."""
 
     key: ApiKey | None
     service: ServiceLevel
@@ -24,11 +24,9 @@ class Caller:
     trace: tuple[str, str] | None = None
 
     @classmethod
-    def of(cls, place: Place) -> Caller:
-        record = place.record
-        if record is None:
-            return cls(place.key, place.service)
-        return cls(place.key, place.service, record.id, record.path, record.trace)
+    def of(cls, request: Request) -> Caller:
+        arrival = request.arrival
+        return cls(arrival.key, request.service, arrival.request_id, arrival.path, arrival.trace)
 
     def as_json(self) -> JSONObject:
         return asdict(self)
@@ -45,10 +43,9 @@ class Caller:
         path = stored.get("path") or "/v1/responses"
         return cls(key, service, stored.get("request_id"), path, None if trace is None else (trace[0], trace[1]))
 
-    def record(self, timelines: Timelines, response_id: str) -> Record:
-        """Open a record of the request for ``response_id``, in a replica that takes it over."""
-        name = "" if self.key is None else self.key.name
-        return timelines.begin(self.request_id or response_id, name, self.path, self.trace)
+    def arrival(self, response_id: str) -> Arrival:
+        """How the request for ``response_id`` arrives at another replica."""
+        return Arrival(self.request_id or response_id, self.path, self.key, self.trace, is_job=True)
 
 
 def _known(kind: type[T], stored: Mapping[str, Any]) -> T:

@@ -35,4 +35,4 @@ class CompactRequest(Body):
         given += self.input if isinstance(self.input, list) else []
         asked = {"input": [*given, {"role": "user", "content": SUMMARIZE}], "store": False, "model": self.model}
         asked |= {"instructions": self.instructions, "previous_response_id": self.previous_response_id}
-        return (await ResponsesRequest.read(asked)).at(self.place)
+        return await ResponsesRequest.read(asked)

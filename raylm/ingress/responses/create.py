@@ -24,9 +24,9 @@ from raylm.errors import (
     ShuttingDownError,
     StoreLostError,
 )
-from raylm.frontend import Place, note_body, offload, serve_record
+from raylm.frontend import Request, Requests, offload
 from raylm.ingress.http.body import JSONObject
-from raylm.ingress.http.endpoint import Answer, Chunks, Gate
+from raylm.ingress.http.endpoint import Answer, Chunks
 from raylm.ingress.http.errors import as_known_error, clip, logger
 from raylm.ingress.http.sse import WAITING, named_event
 from raylm.ingress.http.stream_ids import NOTHING, OPEN, UNRESUMABLE, StreamId
@@ -63,26 +63,26 @@ class CreateResponse:
         llm: AsyncLLM,
         conversations: ChatCompletions,
         store: ResponseStore,
-        gate: Gate,
+        requests: Requests,
         secret: bytes | None = None,
     ) -> None:
         self._llm = llm
         self._conversations = conversations
         self._store = store
-        self._gate = gate
+        self._requests = requests
         self._seal = Seal(secret)
         self._tokens = TokenTexts(llm)
         self._maker = uuid.uuid4().hex
         self._background: set[asyncio.Task[None]] = set()
 
-    async def __call__(self, body: ResponsesRequest, request_id: str, owner: str) -> Answer:
+    async def __call__(self, body: ResponsesRequest, request: Request) -> Answer:
+        owner = request.arrival.key_name
         check_model(body.model, self._llm)
         response_id, items = await self._read_input(body, owner)
         begun = StreamId(b"-", response_id.encode(), [NOTHING]) if body.background else UNRESUMABLE
-        job, outputs = await self._start(response_id, body, items, owner, int(time.time()), begun)
+        job, outputs = await self._start(request, response_id, body, items, owner, int(time.time()), begun)
         if body.background:
-            assert body.place is not None, "a response in the background is made in the place of its request"
-            return await self._in_background(job, outputs, items, body, body.place)
+            return await self._in_background(job, outputs, items, body, request)
         if body.stream:
             return self._stream(job, outputs, items)
         async with aclosing(job.events(outputs)) as events:
@@ -91,12 +91,13 @@ class CreateResponse:
         await self._keep(job, items)
         return orjson.dumps(job.response())
 
-    async def compact(self, asked: CompactRequest, request_id: str, owner: str) -> bytes:
+    async def compact(self, asked: CompactRequest, request: Request) -> bytes:
         """Answer with an item that holds the model's summary of a conversation, sealed for its owner."""
+        owner = request.arrival.key_name
         check_model(asked.model, self._llm)
         body = await asked.as_response()
         response_id, items = await self._read_input(body, owner)
-        job, outputs = await self._start(response_id, body, items, owner, int(time.time()), UNRESUMABLE)
+        job, outputs = await self._start(request, response_id, body, items, owner, int(time.time()), UNRESUMABLE)
         async with aclosing(job.events(outputs)) as events:
             async for _ in events:
                 pass
@@ -120,7 +121,7 @@ class CreateResponse:
 
     async def take_over(self) -> None:
         """Renew the leases of jobs here, and take over jobs of lost makers, while this replica serves."""
-        while not self._gate.lifecycle.shutting_down:
+        while not self._requests.shutting_down:
             try:
                 await self.take_over_once()
             except Exception as error:
@@ -136,6 +137,7 @@ class CreateResponse:
 
     async def _start(
         self,
+        request: Request,
         response_id: str,
         body: ResponsesRequest,
         items: list[JSONObject],
@@ -148,10 +150,12 @@ class CreateResponse:
         head = [{"role": "system", "content": body.instructions}] if body.instructions else []
         tools, _ = body.callable_tools
         with renamed(PARAM_NAMES), paths_of_tools(tools):
-            chat = (await offload(lambda: body.as_chat(head + chat_messages(items)), len(items))).at(body.place)
+            chat = await offload(lambda: body.as_chat(head + chat_messages(items)), len(items))
             if body.truncation == "auto":
                 chat = await self._conversations.fit(chat, body.max_output_tokens or 1)
-            params, outputs = await self._conversations.start(chat, response_id, time.time(), stream_id=stream_id)
+            params, outputs = await self._conversations.start(
+                chat, request, response_id, time.time(), stream_id=stream_id
+            )
         seal = partial(self._seal.close, owner=owner) if body.with_sealed_reasoning else None
         by_name = {tool.function_name: tool for tool in tools}
         shown = ResponseItems(response_id, self._tokens, by_name, with_logprobs=body.with_logprobs, seal=seal)
@@ -223,21 +227,21 @@ class CreateResponse:
                     yield b"".join(named_event(event | {"sequence_number": next(numbers)}) for event in events)
 
     async def _in_background(
-        self, job: ResponseJob, outputs: Outputs, items: list[JSONObject], body: ResponsesRequest, place: Place
+        self, job: ResponseJob, outputs: Outputs, items: list[JSONObject], body: ResponsesRequest, request: Request
     ) -> Answer:
         """Answer at once. The response can be fetched, followed and cancelled during generation and later.
 
-        It keeps the place in the queue and the tokens of its request.
+        The request is kept, with its place in the queue and its tokens.
         """
-        asked = {"body": body.model_dump(mode="json", exclude_unset=True), "caller": Caller.of(place).as_json()}
+        asked = {"body": body.model_dump(mode="json", exclude_unset=True), "caller": Caller.of(request).as_json()}
         again = await offload(lambda: orjson.dumps(asked | {"items": items}), len(items))
         record = await self._record(job, items)
         # a streaming client needs the id
         told = _told(job.told_as("created", "queued"), -1, 0) if body.stream else None
         await self._store.put(job.owner, job.id, record, body.previous_response_id, again, self._maker, told)
         job.last = -1 if told is None else told.last
-        self._gate.keep(place)
-        self._begin(job.id, self._make(job, outputs, items, place)).add_done_callback(lambda _: self._end(place))
+        request.keep()
+        self._begin(job.id, self._make(job, outputs, items, request)).add_done_callback(lambda _: request.end())
         return follow(self._store, job.owner, job.id, -1) if body.stream else orjson.dumps(job.response())
 
     def _begin(self, response_id: str, making: Coroutine[Any, Any, None]) -> asyncio.Task[None]:
@@ -247,12 +251,6 @@ class CreateResponse:
         task.add_done_callback(self._background.discard)
         return task
 
-    def _end(self, place: Place) -> None:
-        """Release the place of a background response, and end its record."""
-        place.leave()
-        if place.record is not None:
-            self._llm.timelines.end_record(place.record)
-
     async def _make_again(self, lost: LostJob) -> None:
         """Continue a response of a lost maker, for the key that requested it.
 
@@ -261,32 +259,36 @@ class CreateResponse:
         asked = orjson.loads(lost.job)
         caller = Caller.from_json(asked.get("caller"), lost.owner)
         try:
-            place = await self._gate.admit_job(caller.key, self._llm.admission, len(lost.job))
+            async with self._requests.open(caller.arrival(lost.response_id), self._llm.admission) as request:
+                with request.working():
+                    await request.claim(begins=False)
+                request.wait(len(lost.job))
+                request.service = caller.service
+                request.begin()
+                await self._make_for(request, lost, asked)
         except (EngineUnavailableError, OverloadedError):
             await self._release(lost.response_id)
-            return
-        try:
-            place.service = caller.service
-            place.record_as(caller.record(self._llm.timelines, lost.response_id))
-            await self._make_in(place, lost, asked)
-        finally:
-            self._end(place)
 
-    async def _make_in(self, place: Place, lost: LostJob, asked: JSONObject) -> None:
-        """As ``_make_again``, in an admitted place."""
-        serve_record(place.record)
+    async def _make_for(self, request: Request, lost: LostJob, asked: JSONObject) -> None:
+        """As ``_make_again``, for an admitted request."""
         record: JSONObject = orjson.loads(lost.record)
         job = record["response"]
         begun = job["status"] == "in_progress"
         try:
-            body = (await ResponsesRequest.read(asked["body"])).at(place)
-            note_body(body.model, body.stream)
-            check_model(body.model, self._llm)
-            resumed = StreamId(b"-", lost.response_id.encode(), [OPEN + lost.tokens if begun else NOTHING])
-            started = self._start(lost.response_id, body, asked["items"], lost.owner, job["created_at"], resumed)
-            made, outputs = await started
+            with request.working():
+                body = await ResponsesRequest.read(asked["body"])
+                request.record.note_body(body.model, body.stream)
+                check_model(body.model, self._llm)
+                resumed = StreamId(b"-", lost.response_id.encode(), [OPEN + lost.tokens if begun else NOTHING])
+                started = self._start(
+                    request, lost.response_id, body, asked["items"], lost.owner, job["created_at"], resumed
+                )
+                made, outputs = await started
         except (EngineUnavailableError, OverloadedError):
             await self._release(lost.response_id)
+            return
+        except CancelledRequestError:
+            await self._store.cancel(lost.owner, lost.response_id)
             return
         except Exception as error:
             known = as_known_error(error, lost.response_id)
@@ -298,13 +300,12 @@ class CreateResponse:
             )
             return
         made.last = lost.last
-        await self._make(made, outputs, asked["items"], place, begun=begun)
+        await self._make(made, outputs, asked["items"], request, begun=begun)
 
     async def _make(
-        self, job: ResponseJob, outputs: Outputs, items: list[JSONObject], place: Place, *, begun: bool = False
+        self, job: ResponseJob, outputs: Outputs, items: list[JSONObject], request: Request, *, begun: bool = False
     ) -> None:
-        serve_record(place.record)
-        making = asyncio.create_task(self._run(job, outputs, items, place, begun))
+        making = asyncio.create_task(self._run(job, outputs, items, request, begun))
         cancelled = asyncio.create_task(self._until_cancelled(job))
         try:
             await asyncio.wait([making, cancelled], return_when=asyncio.FIRST_COMPLETED)
@@ -329,10 +330,10 @@ class CreateResponse:
             await asyncio.sleep(_RENEW_S)
 
     async def _run(
-        self, job: ResponseJob, outputs: Outputs, items: list[JSONObject], place: Place, begun: bool
+        self, job: ResponseJob, outputs: Outputs, items: list[JSONObject], request: Request, begun: bool
     ) -> None:
         try:
-            with place.ongoing:
+            with request.working():
                 await self._tell(job, outputs, items, begun)
         except (ShuttingDownError, StoreLostError):
             await self._release(job.id)

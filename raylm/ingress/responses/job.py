@@ -53,6 +53,7 @@ class ResponseJob:
         self.last = -1
         self.stored = body.store is not False
         self._created_at = created_at
+        self._completed_at: int | None = None
         self._usage = Usage()
         self._error: RayLMError | None = None
 
@@ -69,7 +70,7 @@ class ResponseJob:
             "id": self.id,
             "object": "response",
             "created_at": self._created_at,
-            "completed_at": int(time.time()) if self.status == "completed" else None,
+            "completed_at": self._completed_at,
             "status": self.status,
             "error": None if self._error is None else {"code": "server_error", "message": self._error.message},
             "incomplete_details": {"reason": "max_output_tokens"} if self.status == "incomplete" else None,
@@ -136,6 +137,7 @@ class ResponseJob:
             events += [] if delta.told else news
             if delta.finish_reason is not None:
                 self.status = "incomplete" if delta.finish_reason == "length" else "completed"
+                self._completed_at = int(time.time()) if self.status == "completed" else None
                 events += self.items.finish(self.status)
                 events += self.told_as(self.status)
         return events

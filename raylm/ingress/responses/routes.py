@@ -18,6 +18,7 @@ from raylm.ingress.http.answer import json_response
 from raylm.ingress.http.body import JSONObject
 from raylm.ingress.http.endpoint import Chunks
 from raylm.ingress.http.errors import clip
+from raylm.ingress.http.exchange import exchange_of
 from raylm.ingress.http.stream_ids import reads_all_events
 from raylm.ingress.openai.fields import unsupported
 from raylm.ingress.responses.create import follow
@@ -64,7 +65,8 @@ class _FollowedResponse(StreamingResponse):
         self._followers = followers
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        with self._followers.place(scope.get("raylm.key", ""), scope.get("raylm.api_key")):
+        key = exchange_of(scope).key
+        with self._followers.place("" if key is None else key.name, key):
             await super().__call__(scope, receive, send)
 
 
@@ -122,7 +124,7 @@ def response_routes(store: ResponseStore, max_followed: int) -> list[Route]:
 
 def _names(request: Request) -> tuple[str, str]:
     """(name of the request's key, id of the response)."""
-    return request.scope.get("raylm.key", ""), request.path_params["response_id"]
+    return exchange_of(request.scope).key_name, request.path_params["response_id"]
 
 
 async def _record(store: ResponseStore, request: Request) -> JSONObject:

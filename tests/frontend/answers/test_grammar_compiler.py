@@ -8,6 +8,7 @@ import os
 import signal
 import subprocess
 import sys
+import time
 from collections.abc import AsyncIterator, Callable
 from contextlib import suppress
 from pathlib import Path
@@ -19,8 +20,7 @@ from raylm.checkpoint import EMBEDDED
 from raylm.errors import EngineUnavailableError, InvalidRequestError, OverloadedError
 from raylm.frontend.answers.grammar_bounds import Form
 from raylm.frontend.answers.grammar_compiler import MAX_KEPT, GrammarCompiler
-from raylm.frontend.timelines.record import serve_record
-from raylm.frontend.timelines.ring import Timelines
+from raylm.frontend.timelines.record import CURRENT, Record
 from raylm.grammar_server import Verdict
 from raylm.params import StructuredOutputs
 from tests.frontend.cancelling import cancel_in_every_turn
@@ -331,7 +331,7 @@ async def test_the_smallest_that_waits_is_next(compiler: GrammarCompiler, played
 
 async def of_key(compiler: GrammarCompiler, key: str, spec: StructuredOutputs) -> str:
     """Compile it for a request of an API key."""
-    serve_record(Timelines().begin("a request", key, "/", None))
+    CURRENT.set(Record("a request", key, "/", time.time))
     return await compiler.compile(spec)
 
 

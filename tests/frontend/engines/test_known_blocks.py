@@ -15,7 +15,7 @@ from raylm.engine.block_hashes import ChainedHasher, keys_of, pack_keys, unpack_
 from raylm.engine.block_pool import BlockPool
 from raylm.engine.outbox import Outbox
 from raylm.frontend.engines.engine_client import LocalEngineClient
-from raylm.frontend.engines.routed_engine import KnownBlocks, OpenRequest, RoutedEngine
+from raylm.frontend.engines.routed_engine import KnownBlocks, Route, RoutedEngine
 from raylm.messages import BlockChanges, EngineCoreOutputs, EngineInfo, EngineStats
 from tests.engine.build import request
 from tests.engine.test_engine_core import running, until
@@ -233,8 +233,8 @@ async def test_others_are_told_of_an_added_request_before_the_step_under_way_end
 
 def test_an_open_request_counts_until_its_first_token_and_its_end() -> None:
     engine = RoutedEngine(client=None)  # type: ignore[arg-type]
-    engine.begin(1, OpenRequest(2, 300, (7, 8), since=10.0))
-    engine.begin(2, OpenRequest(1, 50, (), since=10.0))
+    engine.begin(1, Route(engine, 2, 300, (7, 8), since=10.0))
+    engine.begin(2, Route(engine, 1, 50, since=10.0))
     assert (engine.sequences, engine.queued_tokens) == (3, 350)
     engine.on_outputs(EngineCoreOutputs([1], [0], [1], [5], [None], [None], [0], EngineStats()), now=11.0)
     assert (engine.sequences, engine.queued_tokens) == (3, 50)
@@ -261,7 +261,7 @@ def test_what_an_open_request_stores_counts_until_it_is_told_or_the_request_is_o
     engine = RoutedEngine(client=None)  # type: ignore[arg-type]
     engine.blocks.apply(changes(0))
     prompt = [int.from_bytes(bytes([name]) * 8, "little") for name in b"ab"]
-    engine.begin(1, OpenRequest(1, 30, prompt, since=0.0))
+    engine.begin(1, Route(engine, 1, 30, prompt, since=0.0))
     late = EngineCoreOutputs([1], [0], [1], [5], [None], [None], [0], EngineStats())
     engine.on_outputs(late, now=0.0)
     assert engine.blocks.num_matched(prompt) == 2, "its first token is here, and what it stored is not told yet"
@@ -283,6 +283,6 @@ def test_nothing_is_kept_of_a_served_request_that_stores_no_known_blocks() -> No
     """With one engine nothing is known of blocks. An idle engine sends no message after which this would be dropped."""
     engine = RoutedEngine(client=None)  # type: ignore[arg-type]
     for key in range(3):
-        engine.begin(key, OpenRequest(1, 30, (), since=0.0))
+        engine.begin(key, Route(engine, 1, 30, since=0.0))
         engine.end(key, now=1.0)
     assert not engine.ended

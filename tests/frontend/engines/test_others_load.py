@@ -9,7 +9,7 @@ from math import exp
 import pytest
 
 from raylm.frontend.engines.others_load import OthersLoad, distances
-from raylm.frontend.engines.routed_engine import OpenRequest, RoutedEngine
+from raylm.frontend.engines.routed_engine import Route, RoutedEngine
 from raylm.frontend.engines.router import Router
 from raylm.messages import EngineCoreOutputs, EngineStats, OtherClients
 from tests.engine.build import request
@@ -65,7 +65,7 @@ def test_a_pause_between_own_tokens_shows_that_prompts_are_computed() -> None:
     def cost(now: float) -> float:
         return engine.predicted_s(1000, now=now, **SPEED)
 
-    engine.begin(1, OpenRequest(1, 100, (), since=0.0))
+    engine.begin(1, Route(engine, 1, 100, since=0.0))
     news, now = OtherClients(0, 4), 0.0
     for _ in range(20):  # its first token, then one with every step
         now += 0.011

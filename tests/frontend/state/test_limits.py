@@ -111,13 +111,13 @@ async def test_who_gives_up_while_asking_holds_nothing() -> None:
     limits = KeyLimits(concurrency=1)
     async with replicas(1, ApplicationState()) as (client,):
         for turns in range(12):
-            task = asyncio.ensure_future(client.claim("a", limits))
+            hold = client.claim("a", limits)
+            task = asyncio.ensure_future(hold)
             for _ in range(turns):
                 await asyncio.sleep(0.0003)
             task.cancel()
             await asyncio.gather(task, return_exceptions=True)
-            if not task.cancelled():
-                task.result().end()
+            hold.end()
             await client.publish()
             await client.publish()
             (await client.claim("a", limits)).end()

@@ -13,6 +13,7 @@ from raylm.errors import ConfigError, OverloadedError
 from raylm.frontend import check_observers, open_observers
 from raylm.frontend.timelines import observers
 from raylm.frontend.timelines.ring import Timelines
+from tests.frontend.noted import noted
 
 
 def ticking() -> Callable[[], float]:
@@ -30,7 +31,7 @@ def slow(limit_s: float) -> Timelines:
 
 def test_a_slow_request_has_a_line_with_its_phases(caplog: pytest.LogCaptureFixture) -> None:
     timelines = slow(3.5)
-    with timelines.request("slow-one", "", "/") as record:
+    with noted(timelines, "slow-one", "", "/") as record:
         record.mark("body")
         record.mark("template")
         record.mark("tokenize")
@@ -47,7 +48,7 @@ def test_a_slow_request_has_a_line_with_its_phases(caplog: pytest.LogCaptureFixt
 
 def test_others_have_none(caplog: pytest.LogCaptureFixture) -> None:
     timelines = slow(1.5)
-    with timelines.request("quick", "", "/"):
+    with noted(timelines, "quick", "", "/"):
         pass
     assert caplog.records == []
     assert open_observers(Config(), "app", "replica", str) == ()
@@ -57,7 +58,7 @@ def test_a_refused_request_may_be_slow_too(caplog: pytest.LogCaptureFixture) -> 
     timelines = slow(0.5)
 
     def refused() -> None:
-        with timelines.request("refused", "", "/"):
+        with noted(timelines, "refused", "", "/"):
             raise OverloadedError("full")
 
     with pytest.raises(OverloadedError):

@@ -14,6 +14,7 @@ from raylm.errors import OverloadedError, RayLMError
 from raylm.frontend.timelines.describe import timeline
 from raylm.frontend.timelines.record import MAX_EVENTS, Part, Record
 from raylm.frontend.timelines.ring import Filter, Timelines
+from tests.frontend.noted import noted
 
 ALL = Filter(owner=None, limit=100_000)
 
@@ -34,7 +35,7 @@ def ids(timelines: Timelines, wanted: Filter = ALL) -> list[str]:
 def test_the_newest_are_kept() -> None:
     timelines = Timelines(max_requests=3)
     for number in range(5):
-        with timelines.request(str(number), "", "/v1/completions"):
+        with noted(timelines, str(number), "", "/v1/completions"):
             assert ids(timelines)[0] == str(number)
     assert ids(timelines) == ["4", "3", "2"]
     assert timelines.find("1", None) is None
@@ -43,7 +44,7 @@ def test_the_newest_are_kept() -> None:
 def test_the_bytes_are_bounded() -> None:
     timelines = Timelines(max_bytes=100_000)
     for number in range(1000):
-        with timelines.request(str(number), "", "/"), timelines.part("p", "m", never) as part:
+        with noted(timelines, str(number), "", "/") as record, timelines.part(record, "p", "m", never) as part:
             for _ in range(10):
                 part.note((1, 0, "preempted", 1.0, 1, 1, "x" * 100))
     kept = [timelines.find(name, None) for name in ids(timelines)]
@@ -53,9 +54,9 @@ def test_the_bytes_are_bounded() -> None:
 
 def test_the_record_of_a_request_with_thousands_of_prompts_is_found_whole_and_kept_small() -> None:
     timelines = Timelines(clock=ticking())
-    with timelines.request("many", "", "/v1/embeddings") as record:
+    with noted(timelines, "many", "", "/v1/embeddings") as record:
         for number in range(2048):
-            with timelines.part(f"embd-{number}", "m", never) as part:
+            with timelines.part(record, f"embd-{number}", "m", never) as part:
                 part.note((1, 0, "ended", 1.0, 1, 1, ""))
     expected = orjson.dumps(record.raw("ingress"))
     assert timelines.find("many", None) == expected
@@ -71,8 +72,8 @@ def test_events_of_a_part_are_bounded() -> None:
 
 def test_a_request_lasts_as_long_as_its_prompts() -> None:
     timelines = Timelines(clock=ticking())
-    with timelines.request("a", "", "/"):
-        running = timelines.part("p", "m", never)
+    with noted(timelines, "a", "", "/") as record:
+        running = timelines.part(record, "p", "m", never)
         running.__enter__()
     assert ids(timelines, Filter(owner=None, state="in_flight")) == ["a"]
     running.__exit__(None, None, None)
@@ -84,27 +85,25 @@ def test_without_a_request_a_prompt_is_one() -> None:
     timelines = Timelines()
 
     def refused() -> None:
-        with timelines.part("p", "m", never):
+        with timelines.part(None, "p", "m", never):
             assert ids(timelines) == ["p"]
             raise OverloadedError("full")
 
     with pytest.raises(OverloadedError):
         refused()
     (line,) = [orjson.loads(line) for _, line in timelines.listed(ALL)]
-    assert (line["path"], line["model"], line["outcome"], line["status"]) == ("handle", "m", "overloaded", 429)
+    assert (line["path"], line["model"], line["outcome"], line["status"]) == ("offline", "m", "overloaded", 429)
 
 
-async def test_tasks_of_a_request_belong_to_it() -> None:
+async def test_prompts_belong_to_their_request() -> None:
     timelines = Timelines()
 
-    async def work(name: str) -> None:
-        with timelines.part(name, "m", never):
+    async def work(record: Record, name: str) -> None:
+        with timelines.part(record, name, "m", never):
             await asyncio.sleep(0)
 
-    with timelines.request("a", "", "/"):
-        await asyncio.gather(work("one"), work("two"))
-    with timelines.request("b", "", "/"):
-        await work("three")
+    with noted(timelines, "a", "", "/") as first, noted(timelines, "b", "", "/") as second:
+        await asyncio.gather(work(first, "one"), work(second, "three"), work(first, "two"))
     found = [orjson.loads(timelines.find(name, None) or b"{}") for name in "ab"]
     assert [[part["request_id"] for part in one["parts"]] for one in found] == [["one", "two"], ["three"]]
 
@@ -112,7 +111,7 @@ async def test_tasks_of_a_request_belong_to_it() -> None:
 def test_an_owner_sees_its_own() -> None:
     timelines = Timelines()
     for key in ("alice", "bob"):
-        with timelines.request(f"of-{key}", key, "/"):
+        with noted(timelines, f"of-{key}", key, "/"):
             pass
     assert ids(timelines, Filter(owner="alice")) == ["of-alice"]
     assert timelines.find("of-bob", "alice") is None
@@ -124,7 +123,7 @@ def test_no_more_is_told_of_than_is_asked_for(monkeypatch: pytest.MonkeyPatch) -
     monkeypatch.setattr(Record, "raw", lambda one, ingress: told.append(one.id) or raw(one, ingress))
     with ExitStack() as open_ones:
         for number in range(50):
-            open_ones.enter_context(timelines.request(f"r{number}", "", "/a"))
+            open_ones.enter_context(noted(timelines, f"r{number}", "", "/a"))
         assert ids(timelines, Filter(None, limit=3)) == told == ["r49", "r48", "r47"]
 
 
@@ -132,10 +131,10 @@ def test_phases_add_up_by_a_clock_that_ticks() -> None:
     """Each look at the clock takes one second, so the sum is exact."""
     clock = ticking()
     timelines = Timelines(clock=clock)
-    with timelines.request("a", "", "/") as record:
+    with noted(timelines, "a", "", "/") as record:
         for phase in ("body", "parse", "template"):
             record.mark(phase)
-        with timelines.part("p", "m", never) as part:
+        with timelines.part(record, "p", "m", never) as part:
             for phase in ("tokenize", "route", "send"):
                 part.mark(phase)
             # The engine's clock is late by far: what it says happened between sending and the first token.
@@ -151,13 +150,13 @@ def test_phases_add_up_by_a_clock_that_ticks() -> None:
 def test_a_request_is_told_once_and_whole_as_it_ends() -> None:
     told: list[Record] = []
     timelines = Timelines(on_end=told.append)
-    with timelines.request("a", "alice", "/"):
-        running = timelines.part("p", "m", never)
+    with noted(timelines, "a", "alice", "/") as record:
+        running = timelines.part(record, "p", "m", never)
         running.__enter__().prompt_tokens = 3
-        with timelines.part("q", "m", never):
+        with timelines.part(record, "q", "m", never):
             pass
     assert told == []
     running.__exit__(None, None, None)
-    with timelines.part("by handle", "m", never):
+    with timelines.part(None, "offline", "m", never):
         pass
-    assert [(record.id, record.key, len(record.parts)) for record in told] == [("a", "alice", 2), ("by handle", "", 1)]
+    assert [(record.id, record.key, len(record.parts)) for record in told] == [("a", "alice", 2), ("offline", "", 1)]

@@ -16,13 +16,14 @@ from opentelemetry.sdk.resources import Resource
 
 from raylm.config import Config
 from raylm.errors import InvalidRequestError
-from raylm.frontend import Lifecycle, open_observers
+from raylm.frontend import Requests, open_observers
 from raylm.frontend.timelines.describe import PHASES
 from raylm.frontend.timelines.ring import Timelines
 from raylm.frontend.tracing import export
 from raylm.frontend.tracing.export import SpanExport, traces_url
 from raylm.ingress.handle_calls import HandleCalls
 from raylm.version import VERSION
+from tests.frontend.noted import noted
 from tests.frontend.tracing.collector import Collector, values
 from tests.ingress.console.test_requests import Stack
 from tests.ingress.harness import CHAT, until
@@ -157,17 +158,18 @@ async def test_the_caller_is_the_parent_and_its_flag_decides(collector: Collecto
 
 async def test_calls_by_handle_have_parents_too(collector: Collector) -> None:
     async with traced(collector) as stack:
-        calls = HandleCalls(stack.llm, stack.config, Lifecycle(8))
+        calls = HandleCalls(stack.llm, stack.config, Requests(8, stack.llm.timelines))
         fields = {"max_tokens": 2, **SAMPLED}
-        await calls.whole(calls.completion("Say", None, dict(fields)))
+        await calls.complete(None, "Say", **fields)
         messages = [{"role": "user", "content": "Hi"}]
-        assert [output async for output in calls.stream(calls.conversation(messages, None, {"max_tokens": 2}))]
+        assert [output async for output in calls.chat(None, messages, max_tokens=2)]
         with pytest.raises(InvalidRequestError) as refused:
-            await calls.whole(calls.completion("Say", None, {"traceparent": 5}))
+            await calls.complete(None, "Say", traceparent=5)
         assert refused.value.param == "traceparent"
-    first, second = sorted(collector.roots, key=lambda span: span.start_time_unix_nano)
+    first, second, third = sorted(collector.roots, key=lambda span: span.start_time_unix_nano)
     assert (first.name, first.trace_id.hex(), first.parent_span_id.hex()) == ("text_completion embedded", TRACE, PARENT)
     assert (second.name, second.parent_span_id) == ("chat embedded", b"")
+    assert values(third.attributes)["error.type"] == "invalid_request_error"
 
 
 async def test_a_refusal_is_the_callers_and_a_failure_is_ours(collector: Collector) -> None:
@@ -251,11 +253,11 @@ def test_what_the_queue_cannot_hold_is_lost_and_closing_has_an_end(collector: Co
     timelines = Timelines()
     observer = SpanExport(OTLPSpanExporter(traces_url(collector.url), timeout=3600), Resource({}), max_waiting=2)
     timelines.observers = (observer,)
-    with timelines.request("first", "", "/"):
+    with noted(timelines, "first", "", "/"):
         pass
     assert collector.has_refused.wait(300)
     for number in range(5):
-        with timelines.request(str(number), "", "/"):
+        with noted(timelines, str(number), "", "/"):
             pass
     assert observer.lost == 3
     observer.close(0.1)

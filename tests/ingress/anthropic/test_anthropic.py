@@ -260,7 +260,7 @@ async def test_errors_of_the_edge_have_anthropics_envelope(client: httpx.AsyncCl
     assert error_of(await client.post(PATH, content=b"{"), 415)["type"] == "invalid_request_error"
     other = await client.post("/v1/messages_of_mine", json={})
     assert "code" in other.json()["error"]
-    await app.state.lifecycle.drain(0)
+    await app.state.requests.drain(0)
     assert error_of(await client.post(PATH, json=BODY), 503)["type"] == "overloaded_error"
 
 

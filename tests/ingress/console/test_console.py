@@ -13,6 +13,7 @@ from raylm.config import Config
 from raylm.ingress import build_asgi_app
 from raylm.ingress.routes import Surroundings
 from tests.chromium import CHROMIUM, Page, chromium
+from tests.frontend.noted import noted
 from tests.ingress.console.test_requests import Stack
 from tests.ingress.fake_llm import FakeAsyncLLM
 from tests.ingress.harness import served, until
@@ -182,7 +183,7 @@ async def test_the_waterfall_of_a_preempted_request(page: Page) -> None:
 async def test_two_thousand_rows_are_few_elements(page: Page) -> None:
     llm = FakeAsyncLLM()
     for number in range(2000):
-        with llm.timelines.request(f"request-{number:04}", "", "/v1/completions"):
+        with noted(llm.timelines, f"request-{number:04}", "", "/v1/completions"):
             pass
     async with served(build_asgi_app(llm, Config())) as url:  # type: ignore[arg-type]
         await page.goto(f"{url}/console#/requests")

@@ -8,10 +8,11 @@ from typing import Any
 
 import pytest
 
-from raylm.frontend import Filter, Lifecycle
+from raylm.frontend import Filter, Requests
 from raylm.ingress.console import peers as module
 from raylm.ingress.console.cluster import runs
 from raylm.ingress.console.peers import Desk, ServePeers
+from tests.frontend.noted import noted
 from tests.ingress.fake_llm import FakeAsyncLLM
 
 ALL = Filter(owner=None)
@@ -20,9 +21,9 @@ ALL = Filter(owner=None)
 def desk(name: str) -> Desk:
     llm = FakeAsyncLLM()
     llm.timelines.ingress = name
-    with llm.timelines.request(f"of-{name}", "", "/"):
+    with noted(llm.timelines, f"of-{name}", "", "/"):
         pass
-    return Desk(llm, Lifecycle(8))  # type: ignore[arg-type]
+    return Desk(llm, Requests(8, llm.timelines))  # type: ignore[arg-type]
 
 
 class Handle:
@@ -70,7 +71,7 @@ async def test_who_does_not_answer_is_named(monkeypatch: pytest.MonkeyPatch) -> 
 async def test_a_request_of_the_replica_that_is_asked_to_end_it_counts_as_ended() -> None:
     """The deployment's handle asks that replica once more, when the request has ended."""
     here, there = desk("a"), desk("b")
-    with here._llm.timelines.request("mine", "", "/") as record:
+    with noted(here._llm.timelines, "mine", "", "/") as record:
         assert record is not None
 
         def cancel(_: Exception) -> None:

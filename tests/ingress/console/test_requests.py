@@ -14,7 +14,7 @@ from starlette.applications import Starlette
 
 from raylm.config import Config
 from raylm.engine import EngineCore
-from raylm.frontend import AsyncLLM, Lifecycle, LocalEngineClient
+from raylm.frontend import AsyncLLM, LocalEngineClient, Requests, Timelines
 from raylm.ingress import build_asgi_app
 from raylm.ingress.console.peers import Answers, Desk, Peers
 from raylm.ingress.routes import Surroundings
@@ -449,7 +449,7 @@ async def test_the_history_is_what_was_seen_of_all_engines() -> None:
 
 
 async def test_the_history_is_that_of_the_replica_that_saw_most() -> None:
-    young, old = (Desk(FakeAsyncLLM(), Lifecycle(8)) for _ in range(2))  # type: ignore[arg-type]
+    young, old = (Desk(FakeAsyncLLM(), Requests(8, Timelines())) for _ in range(2))  # type: ignore[arg-type]
     young.kept.take()
     for _ in range(1000):
         old.kept.take()

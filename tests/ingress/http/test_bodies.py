@@ -14,7 +14,7 @@ from starlette.types import Message
 
 from raylm.config import Config
 from raylm.errors import BodyTimeoutError, BodyTooLargeError, OverloadedError
-from raylm.frontend import OngoingRequest
+from raylm.frontend import Admission, Arrival, Request, Timelines
 from raylm.ingress import build_asgi_app
 from raylm.ingress.http.body import BodyReader
 from tests.ingress.fake_llm import FakeAsyncLLM
@@ -47,7 +47,7 @@ async def test_silent_clients_hold_no_places(llm: FakeAsyncLLM) -> None:
     app = app_of(llm, max_ongoing_requests=8)
     async with served(app) as url, silent(url, 8, b"{"), httpx.AsyncClient(base_url=url) as client:
         await until(lambda: held(app) == 8)
-        assert (llm.admission.requests, app.state.lifecycle.num_ongoing) == (0, 0)
+        assert (llm.admission.requests, app.state.requests.num_ongoing) == (0, 0)
         for stream in (False, True):
             answer = await client.post("/v1/completions", json=TEXT | {"stream": stream})
             assert answer.status_code == 200, answer.text
@@ -95,8 +95,9 @@ class Sender:
         self.reading = asyncio.create_task(self._read(bodies))
 
     async def _read(self, bodies: BodyReader) -> bytes:
-        with OngoingRequest() as ongoing:
-            return await bodies.read(self._parts.get, ongoing)
+        request = Request(Arrival("a", "/"), Timelines(), Admission())
+        with request.connected():
+            return await bodies.read(self._parts.get, request)
 
     async def send(self, size: int, *, more: bool = True) -> None:
         self._parts.put_nowait({"type": "http.request", "body": b"x" * size, "more_body": more})

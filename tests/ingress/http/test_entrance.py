@@ -43,7 +43,7 @@ async def test_a_probe_is_answered_by_the_app_wherever_it_is_mounted(
             answer = await asking.get(at + path)
             assert (answer.status_code, answer.json()) == (200, {"status": "ok"})
             assert "x-request-id" in answer.headers
-        app.state.lifecycle.shutting_down = True
+        app.state.requests.shutting_down = True
         assert (await asking.get(f"{at}/health")).status_code == 503
 
 

@@ -31,7 +31,7 @@ async def test_without_an_engine_nothing_is_ready(client: httpx.AsyncClient, llm
 
 @pytest.mark.parametrize("path", READY_PATHS)
 async def test_a_replica_that_drains_is_not_ready(client: httpx.AsyncClient, app: Starlette, path: str) -> None:
-    await app.state.lifecycle.drain(0)
+    await app.state.requests.drain(0)
     assert error_of(await client.get(path), 503)["code"] == "shutting_down"
 
 

@@ -170,9 +170,9 @@ async def test_who_says_no_length_is_not_refused_for_it(tmp_path: Path, path: st
         assert (await client.post(path, json=body, headers=ALICE)).status_code == 200
         assert (await client.post(path, json=body, headers={"x-api-key": "max_output=2"})).status_code == 401
     assert llm.calls[0].params.max_tokens in (None, 2)
-    assert llm.calls[0].head.place is not None
-    assert llm.calls[0].head.place.key is not None
-    assert llm.calls[0].head.place.key.max_output == 2
+    assert llm.calls[0].head.request is not None
+    assert llm.calls[0].head.request.key is not None
+    assert llm.calls[0].head.request.key.max_output == 2
 
 
 @pytest.mark.parametrize("policy", ["fcfs", "priority"])

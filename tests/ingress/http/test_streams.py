@@ -15,7 +15,7 @@ from starlette.applications import Starlette
 
 from raylm.config import Config
 from raylm.errors import EngineDiedError
-from raylm.frontend.admission import ClientDisconnectedError, Lifecycle, OngoingRequest
+from raylm.frontend import Requests
 from raylm.frontend.outputs import CompletionDelta
 from raylm.ingress import build_asgi_app
 from raylm.ingress.http import event_stream
@@ -29,8 +29,8 @@ ALL_EVENTS = {"x-raylm-resumable": "true"}
 
 
 def held(app: Starlette) -> int:
-    lifecycle: Lifecycle = app.state.lifecycle
-    return len(lifecycle._ongoing)
+    requests: Requests = app.state.requests
+    return len(requests._counted | requests._connected)
 
 
 @pytest.mark.parametrize(("path", "body"), PATHS)
@@ -282,8 +282,8 @@ async def test_a_drained_replica_lets_streams_end_within_its_grace(app: Starlett
     async with served(app) as url, httpx.AsyncClient(base_url=url) as client:
         running = asyncio.create_task(client.post("/v1/chat/completions", json=CHAT | {"stream": True}))
         await until(lambda: held(app) == 1)
-        drained = asyncio.create_task(app.state.lifecycle.drain(30))
-        await until(lambda: app.state.lifecycle.shutting_down)
+        drained = asyncio.create_task(app.state.requests.drain(30))
+        await until(lambda: app.state.requests.shutting_down)
         refused = await client.post("/v1/chat/completions", json=CHAT)
         assert error_of(refused, 503)["code"] == "shutting_down"
         assert refused.headers["retry-after"]
@@ -299,7 +299,7 @@ async def test_a_drained_replica_tells_streams_that_outlast_its_grace(app: Starl
         whole = asyncio.create_task(client.post("/v1/completions", json=TEXT))
         async with client.stream("POST", "/v1/chat/completions", json=CHAT | {"stream": True}) as stream:
             await until(lambda: len(llm.calls) == 2)
-            await app.state.lifecycle.drain(0.1)
+            await app.state.requests.drain(0.1)
             *chunks, last = events("".join([part async for part in stream.aiter_text()]))
         assert last["error"]["code"] == "shutting_down"
         assert chunks[0]["choices"][0]["delta"]["role"] == "assistant"
@@ -320,37 +320,7 @@ async def test_a_drain_does_not_wait_for_a_client_that_reads_nothing(app: Starle
         await until(lambda: held(app) == 1)
         await asyncio.sleep(0.3)  # until the socket's buffers are full
         async with asyncio.timeout(300):  # it would wait for ever
-            await app.state.lifecycle.drain(0.1)
+            await app.state.requests.drain(0.1)
         await until(lambda: held(app) == 0)
         assert llm.calls[0].ended == "aborted"
         writer.close()
-
-
-async def test_a_cancellation_from_outside_stays_one() -> None:
-    async def work(ongoing: OngoingRequest) -> None:
-        with ongoing:
-            await asyncio.sleep(100)
-
-    ongoing = OngoingRequest()
-    task = asyncio.create_task(work(ongoing))
-    await asyncio.sleep(0)
-    task.cancel()
-    with pytest.raises(asyncio.CancelledError):
-        await task
-
-    task = asyncio.create_task(work(ongoing))
-    await asyncio.sleep(0)
-    ongoing.interrupt(ClientDisconnectedError())
-    ongoing.interrupt(RuntimeError())
-    with pytest.raises(ClientDisconnectedError):
-        await task
-    with pytest.raises(ClientDisconnectedError):
-        await work(ongoing)
-
-    both = OngoingRequest()
-    task = asyncio.create_task(work(both))
-    await asyncio.sleep(0)
-    both.interrupt(ClientDisconnectedError())
-    task.cancel()
-    with pytest.raises(asyncio.CancelledError):
-        await task

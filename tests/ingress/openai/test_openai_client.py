@@ -91,7 +91,7 @@ async def test_errors_have_their_types(api: openai.AsyncOpenAI, llm: FakeAsyncLL
     llm.fail_after = 0
     with pytest.raises(openai.InternalServerError):
         await api.completions.create(model=MODEL, prompt="a")
-    await app.state.lifecycle.drain(0)
+    await app.state.requests.drain(0)
     with pytest.raises(openai.InternalServerError) as leaving:
         await api.completions.create(model=MODEL, prompt="a")
     assert leaving.value.status_code == 503

@@ -94,19 +94,19 @@ async def test_all_that_are_accepted_in_a_burst_are_made(tmp_path: Path) -> None
         assert {answer.status_code for answer in answers} == {200, 429}
         assert {(await one.ended(response_id))["status"] for response_id in accepted} == {"completed"}
         await until(lambda: not one.responses._background)
-        assert (one.llm.admission.requests, one.responses._gate.lifecycle.num_ongoing) == (0, 0)
+        assert (one.llm.admission.requests, one.responses._requests.num_ongoing) == (0, 0)
 
 
 async def test_a_response_is_made_in_the_place_of_its_request(tmp_path: Path) -> None:
     async with replica(tmp_path, max_ongoing_requests=1, max_queued_requests=1) as one:
         asking = asyncio.create_task(one.create(stream=True))
         await until(lambda: len(one.engine.added) == 1)
-        assert one.responses._gate.lifecycle.num_ongoing == one.llm.admission.requests == 1
+        assert one.responses._requests.num_ongoing == one.llm.admission.requests == 1
         assert error_of(await one.create(), 429)["message"].startswith("The server holds as many requests")
         one.engine.say((one.engine.added[0].key, 0, [5, 5], "stop"))
         assert "response.completed" in (await asking).text
         await until(lambda: not one.responses._background)
-        assert one.responses._gate.lifecycle.num_ongoing == one.llm.admission.requests == 0
+        assert one.responses._requests.num_ongoing == one.llm.admission.requests == 0
 
 
 async def test_what_no_minute_has_room_for_is_refused_before_it_is_queued(tmp_path: Path) -> None:

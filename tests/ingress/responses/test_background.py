@@ -308,7 +308,7 @@ async def test_an_ingress_that_ends_leaves_its_responses_to_others(tmp_path: Pat
     response_id = (await first.create(seed=0)).json()["id"]
     async with replica(path) as second:
         await until(lambda: first.engine.quota == 0)
-        await first.responses._gate.lifecycle.drain(0.0)
+        await first.responses._requests.drain(0.0)
         while not second.engine.added:
             await second.responses.take_over_once()
         found = await status(second.client, response_id)
