@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import AsyncIterator
+from itertools import count
 from types import SimpleNamespace
 from typing import Any
 
@@ -15,6 +16,7 @@ from starlette.applications import Starlette
 from raylm.config import Config
 from raylm.errors import EngineDiedError
 from raylm.ingress import build_asgi_app
+from raylm.ingress.responses import job
 from raylm.ingress.responses.body import ResponsesRequest
 from raylm.ingress.responses.store import ResponseStore
 from tests.ingress.fake_llm import FakeAsyncLLM, think_and_call
@@ -321,6 +323,14 @@ class Handle:
 
     def __getattr__(self, name: str) -> Any:
         return SimpleNamespace(remote=getattr(self._target, name))
+
+
+async def test_a_stored_response_has_the_time_of_completion_of_the_answer(
+    client: httpx.AsyncClient, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(job, "time", SimpleNamespace(time=count(1000).__next__))
+    first = await create(client)
+    assert (await client.get(f"{PATH}/{first['id']}")).json() == first
 
 
 async def test_replicas_share_what_is_stored(llm: FakeAsyncLLM) -> None:
