@@ -113,7 +113,7 @@ def test_the_longest_sequence_is_the_least_of_all_limits() -> None:
         ({"max_model_len": 4097}, 8, "max_model_len: 4097 exceeds the 4096 positions"),
         ({"max_model_len": 4000}, 0.5, r"4000 tokens take 0\.24 GiB .* has 0\.12 GiB, which fit 2048 tokens"),
         ({"max_model_len": 33, "cache": {"num_blocks": 2}}, 8, "fit 32 tokens"),
-        ({"cache": {"memory_gib": 9}}, 8, r"cache\.memory_gib: a pool of 9\.00 GiB is asked for, 8\.00 GiB are free"),
+        ({"cache": {"memory_gib": 9}}, 8, r"cache\.memory_gib: a pool of 9\.00 GiB is requested, 8\.00 GiB are free"),
         ({"cache": {"num_blocks": 9000}}, 8, r"cache\.num_blocks: a pool of 8\.79 GiB"),
         ({"cache": {"memory_gib": 0.001}}, 8, r"smallest pool, 2 blocks, takes 0\.002 GiB"),
         ({}, 0.004, "smallest pool"),

@@ -25,9 +25,9 @@ def model(tmp_path: Path) -> str:
     ("knobs", "free", "said"),
     [
         ({}, 3.0, ""),
-        ({}, 2.9, "needs 3.00 GiB of weights, and 2.90 GiB are free"),
+        ({}, 2.9, "needs 3.00 GiB of weights, but only 2.90 GiB are free"),
         ({"cache": {"memory_gib": 1}}, 4.0, ""),
-        ({"cache": {"memory_gib": 1}}, 3.9, "3.00 GiB of weights and 1.00 GiB of KV cache, and 3.90 GiB are free"),
+        ({"cache": {"memory_gib": 1}}, 3.9, "3.00 GiB of weights and 1.00 GiB of KV cache, but only 3.90 GiB are free"),
         ({"cache": {"memory_gib": 1}, "engine": {"tensor_parallel_size": 2}}, 4.9, "and 2.00 GiB of KV cache"),
     ],
 )
@@ -40,5 +40,5 @@ def test_what_is_missing_is_named(model: str, knobs: dict[str, Any], free: float
         check_memory(config, 0, int(free * GIB))
     assert said in first.value.message
     assert "update" not in first.value.message
-    with pytest.raises(ConfigError, match="An update starts new engines before it ends old ones"):
+    with pytest.raises(ConfigError, match="An update starts new engines before it stops old ones"):
         check_memory(config, 2, int(free * GIB))

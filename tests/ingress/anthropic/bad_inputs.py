@@ -33,6 +33,7 @@ CLAUDE: dict[str, list[Any]] = {
     "thinking": [*OBJECT, {}, {"type": "nonsense"}],
     "output_config": [*OBJECT, {"zzz": 1}],
     "cache_control": OBJECT,
+    "context_management": [*OBJECT, {"edits": 5}, {"edits": [{"type": "nonsense"}]}],
 }
 ENDPOINTS = {
     "/v1/messages": Endpoint(

@@ -41,6 +41,7 @@ ENDPOINTS = {
             "parallel_tool_calls": BOOLEAN,
             "truncation": CHOICE,
             "metadata": [*OBJECT, {"a": 1}],
+            "client_metadata": OBJECT,
             "user": STRING,
             "safety_identifier": STRING,
             "prompt_cache_key": STRING,
