@@ -7,7 +7,8 @@ import json
 import os
 import resource
 import stat
-from collections.abc import AsyncIterator, Awaitable, Callable
+import time
+from collections.abc import AsyncIterator, Awaitable, Callable, Iterator
 from contextlib import suppress
 from pathlib import Path
 from types import SimpleNamespace
@@ -371,6 +372,46 @@ async def test_the_last_places_are_for_addresses_with_few_connections(
     async with asyncio.timeout(300):
         assert [(await reader.readuntil(b" 200 "))[:9] for reader, _ in few] == [b"HTTP/1.1 "] * 8
         assert [await refused(connection) for connection in await connect(8, HEALTH, "127.0.0.4")].count(False) == 0
+
+
+@pytest.fixture
+def many_files() -> Iterator[None]:
+    """As many files may be open as the system lets this process have, here and in HAProxy."""
+    before = resource.getrlimit(resource.RLIMIT_NOFILE)
+    resource.setrlimit(resource.RLIMIT_NOFILE, (before[1], before[1]))
+    yield
+    resource.setrlimit(resource.RLIMIT_NOFILE, before)
+
+
+@pytest.mark.long
+@pytest.mark.usefixtures("many_files")
+@pytest.mark.parametrize("haproxy", [{"_HEAD_S": 600, "_KEPT_S": 600}], indirect=True)
+@pytest.mark.parametrize("sent", [b"", HEALTH[:-2], HEALTH], ids=["silent", "half a head", "kept alive"])
+async def test_ten_thousand_idle_connections_of_one_address_keep_nobody_out(
+    haproxy: Any, connect: Connect, replica: Replica, sent: bytes
+) -> None:
+    """None of them leaves in the meantime. Prints the slowest answer to a probe of another address."""
+    replica.ready, headers = (b"200 OK", b'{"status":"ok"}'), {"host": "x", "connection": "close"}
+    all_there, seconds = asyncio.Event(), []
+    transport = httpx.AsyncHTTPTransport(local_address="127.0.0.2")
+    url = f"http://127.0.0.1:{haproxy.cfg.http_options.port}/up/health"
+
+    async def probe() -> None:
+        async with httpx.AsyncClient(transport=transport, timeout=300) as client:
+            while not (is_last := all_there.is_set()) or len(seconds) < 10:
+                begun = time.monotonic()
+                assert (await client.get(url, headers=headers)).status_code == 200
+                seconds.append(time.monotonic() - begun)
+                await asyncio.sleep(0 if is_last else 0.1)
+
+    async with asyncio.TaskGroup() as group:
+        group.create_task(probe())
+        for _ in range(100):
+            await connect(100, sent)
+            await asyncio.sleep(0)
+        all_there.set()
+    assert len(await connect(1, HEALTH, "127.0.0.3")) == 1
+    print(f"{len(seconds)} probes, the slowest took {1e3 * max(seconds):.0f} ms")
 
 
 async def refused(connection: Connection) -> bool:
