@@ -5,6 +5,10 @@ OTHERS := .venv-clients
 BIN    := $(VENV)/bin
 CONFIG ?= configs/llama.yaml
 MINUTES ?= 10
+# LOCKED=1 installs the packages that serving needs in the versions of requirements.lock, and pip checks their hashes. torch
+# is not locked, because its builds for CPUs and for CUDA have different files. pyproject.toml selects the tests' packages.
+LOCKED ?=
+PINS   := $(VENV)/pins.txt
 
 .DEFAULT_GOAL := help
 .PHONY: help serve test test-all software check conformance clients long fuzz sanitizers lock format figures pictures boards clean
@@ -78,14 +82,23 @@ $(BIN)/python:
 	@echo "make: creating $(VENV) with $$($(PYTHON) --version)"
 	@$(PYTHON) -m venv $(VENV)
 
-$(VENV)/.serve: pyproject.toml | $(BIN)/python
+ifdef LOCKED
+$(PINS): requirements.lock | $(BIN)/python
+	@$(BIN)/python -m pip install --quiet --require-hashes --no-deps --requirement requirements.lock
+	@sed --quiet 's/ \\$$//; /^[^ #]/p' requirements.lock > $@
+else
+$(PINS): | $(BIN)/python
+	@touch $@
+endif
+
+$(VENV)/.serve: pyproject.toml $(PINS)
 	@echo "make: installing RayLM (a minute or two the first time)"
-	@$(BIN)/python -m pip install --quiet --editable .
+	@$(BIN)/python -m pip install --quiet --constraint $(PINS) --editable .
 	@touch $@
 
-$(VENV)/.dev: pyproject.toml | $(BIN)/python
+$(VENV)/.dev: pyproject.toml $(PINS)
 	@echo "make: installing RayLM with its tests' needs (a minute or two the first time)"
-	@$(BIN)/python -m pip install --quiet --editable '.[dev]'
+	@$(BIN)/python -m pip install --quiet --constraint $(PINS) --editable '.[dev]'
 	@touch $@ $(VENV)/.serve
 
 $(OTHERS)/.installed: tests/conformance/clients.txt tests/conformance/benches.txt $(wildcard tests/conformance/js/*)

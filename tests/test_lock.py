@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import re
 import tomllib
+from importlib.metadata import distribution
 from pathlib import Path
 
 import pytest
@@ -30,3 +31,23 @@ def test_each_line_has_hashes_and_no_place_to_fetch_from() -> None:
     assert all(hashes for _, hashes in LOCKED.values())
     assert "://" not in LOCK
     assert "torch" not in LOCKED
+
+
+def test_what_locked_packages_ask_for_is_locked_too() -> None:
+    """Of those that are installed in their locked version: all of them where CI has installed them from the lock."""
+    waiting = [(asked.name, extra) for asked in ASKED if asked.name != "torch" for extra in ("", *asked.extras)]
+    seen = set(waiting)
+    while waiting:
+        name, extra = waiting.pop()
+        found, (version, _) = distribution(name), LOCKED[canonicalize_name(name)]
+        if found.version != version:
+            continue
+        for asked in map(Requirement, found.requires or ()):
+            if asked.marker is not None and not asked.marker.evaluate({"extra": extra}):
+                continue
+            assert canonicalize_name(asked.name) in LOCKED, f"{name} {version} asks for {asked}"
+            assert asked.specifier.contains(LOCKED[canonicalize_name(asked.name)][0], prereleases=True), (name, asked)
+            new = {(asked.name, further) for further in ("", *asked.extras)} - seen
+            seen |= new
+            waiting += new
+    assert len(seen) > 2 * len(ASKED), "hardly any package is installed in its locked version"
