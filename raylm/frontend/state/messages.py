@@ -166,9 +166,10 @@ class StateReport:
 
 @dataclass(frozen=True, slots=True)
 class StateReply:
-    """The answer to a report. ``standings`` answer the claims, in order. None means that no claim was granted.
+    """The answer to a report.
 
-    The replica must then send a whole report with the claims. ``at`` is the state's clock in seconds. ``others`` are
+    ``standings`` are the answers to the claims, in order. If ``standings`` is None, no claim was granted, and the
+    replica must send a whole report with the claims. ``at`` is the state's clock in seconds. ``others`` are
     the rows of other replicas that changed since ``version`` of the report, by replica and key. ``adapters`` are all
     entries, None if the replica knows them.
     """

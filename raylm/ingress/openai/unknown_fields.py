@@ -29,7 +29,7 @@ _AGENT = re.compile(r"\b(claude-cli|codex[\w-]*|crush|gemini-?cli|goose|opencode
 class IncomingFields:
     """Prepares a body for validation: fills in the model's name if only one model is served.
 
-    Remembers the names of dropped fields and agents that were logged.
+    Remembers which dropped fields and which agents are already in the log, so that each is logged once.
     """
 
     def __init__(self, llm: AsyncLLM) -> None:

@@ -1,8 +1,9 @@
-"""The table of bad inputs for /v1/responses."""
+"""The table of bad inputs for /v1/responses and /v1/responses/compact."""
 
 from __future__ import annotations
 
 from raylm.ingress.responses.body import ResponsesRequest
+from raylm.ingress.responses.compact import CompactRequest
 from tests.ingress.wrong_values import (
     BOOLEAN,
     CHOICE,
@@ -55,5 +56,19 @@ ENDPOINTS = {
         },
         ("input",),
         {"max_output_tokens": ("input",)},
+    ),
+    "/v1/responses/compact": Endpoint(
+        CompactRequest,
+        {"model": "embedded", "input": "Hi"},
+        {
+            "model": STRING,
+            "input": [5, True, {}, [5], [{}], [{"type": "nonsense"}], [{"role": "robot", "content": "x"}]],
+            "instructions": STRING,
+            "previous_response_id": [*STRING, "x" * 129],
+            "prompt_cache_key": STRING,
+            "prompt_cache_retention": CHOICE,
+            "service_tier": CHOICE,
+        },
+        ("input",),
     ),
 }  # fmt: skip
