@@ -10,6 +10,7 @@ import signal
 import socket
 import stat
 import subprocess
+import sys
 import tempfile
 import time
 from collections.abc import Callable, Iterator
@@ -36,7 +37,11 @@ STRANGER = 54321
 KEY = "sk-of-the-test-of-other-users"
 KEYED = ARGS | {"ingress": {"api_keys_env": "RAYLM_API_KEY"}}
 PREDICTABLE = (Path("/tmp/haproxy-serve"), Path("/tmp/ray"))
-CALLS = ("/ray.rpc.InternalKVGcsService/InternalKVGet", "/ray.serve.ASGIService/HandleRequest")
+CALLS = (
+    "/ray.rpc.InternalKVGcsService/InternalKVGet",
+    "/ray.rpc.RayletDriver/ClusterInfo",
+    "/ray.serve.ASGIService/HandleRequest",
+)
 
 
 def as_stranger(work: Callable[[], Any]) -> Any:
@@ -135,26 +140,27 @@ def check(session: int, http_port: int, home: Path) -> None:
     token = (home / ".ray" / "auth_token").read_text()
     assert not [one for one in words if KEY.encode() in one or token.encode() in one]
     assert ("127.0.0.1", http_port) in found.ports
-    answers = {port: answer_of(port) for _, port in found.ports}
-    assert answers[http_port] == "the API, with a key"
+    answers = {at: answer_of(*at) for at in found.ports}
+    assert answers["127.0.0.1", http_port] == "the API, with a key"
     assert {answer for answer in answers.values() if answer is not None} <= {
         "the API, with a key", "metrics of Ray", "nothing without the token",
     }, answers  # fmt: skip
 
 
-def answer_of(port: int) -> str | None:
-    """What a port says to whom has neither key nor token."""
+def answer_of(host: str, port: int) -> str | None:
+    """The answer of a port to a caller that has neither key nor token."""
+    at = f"{'127.0.0.1' if host == '0.0.0.0' else host}:{port}"
     try:
-        answer = httpx.get(f"http://127.0.0.1:{port}/v1/models", timeout=300)
+        answer = httpx.get(f"http://{at}/v1/models", timeout=300)
     except httpx.HTTPError:
-        return called(port)
+        return called(at)
     if answer.status_code == 401 and answer.text.startswith("{") and "No API key was given" in answer.text:
-        assert httpx.get(f"http://127.0.0.1:{port}/metrics", timeout=300).status_code == 401
+        assert httpx.get(f"http://{at}/metrics", timeout=300).status_code == 401
         return "the API, with a key"
     if answer.status_code in (401, 403):
         return "nothing without the token"
     if answer.status_code == 404 and all(
-        httpx.get(f"http://127.0.0.1:{port}{path}", timeout=300).status_code in (401, 403, 404)
+        httpx.get(f"http://{at}{path}", timeout=300).status_code in (401, 403, 404)
         for path in ("/", "/metrics", "/stats", "/api/version", "/nodes", "/api/serve/applications/")
     ):
         return "nothing without the token"
@@ -164,10 +170,10 @@ def answer_of(port: int) -> str | None:
     return f"{answer.status_code} {answer.text[:200]}"
 
 
-def called(port: int) -> str | None:
+def called(at: str) -> str | None:
     """The same of a port that speaks gRPC; None where it speaks neither."""
     codes = set()
-    with grpc.insecure_channel(f"127.0.0.1:{port}") as channel:
+    with grpc.insecure_channel(at) as channel:
         for name in CALLS:
             try:
                 channel.unary_unary(name)(b"", timeout=300)
@@ -217,6 +223,22 @@ class ServeRun:
     def __init__(self, home: Path, port: int, **environment: str) -> None:
         self.folder = Path(tempfile.mkdtemp(prefix="own", dir="/tmp"))
         self.log = home / "run.log"
+        self.environment = self._environment(home) | environment
+        self.process = self._start(serve_file(home / "serve.yaml", port, KEYED))
+
+    def _start(self, file: Path) -> subprocess.Popen[bytes]:
+        """Begin to serve ``file``. Returns the process whose session all others belong to."""
+        return self._popen("serve", "run", str(file))
+
+    def _popen(self, *command: str) -> subprocess.Popen[bytes]:
+        program = str(Path(sys.executable).with_name(command[0]))
+        with self.log.open("a") as log:
+            return subprocess.Popen(
+                [program, *command[1:]], stdout=log, stderr=subprocess.STDOUT, stdin=subprocess.DEVNULL,
+                start_new_session=True, env=self.environment,
+            )  # fmt: skip
+
+    def _environment(self, home: Path) -> dict[str, str]:
         names = {
             "CONFIG_FILE_LOC": "haproxy.cfg", "SOCKET_PATH": "admin.sock", "METRICS_SOCKET_PATH": "metrics.sock",
             "SERVER_STATE_BASE": "", "SERVER_STATE_FILE": "server-state",
@@ -227,12 +249,7 @@ class ServeRun:
             "RAY_AUTH_MODE": "token",
             "RAY_SERVE_FALLBACK_PROXY_HTTP_PORT": str(free_port()),
         }
-        file = serve_file(home / "serve.yaml", port, KEYED)
-        with self.log.open("w") as log:
-            self.process = subprocess.Popen(
-                ["serve", "run", str(file)], stdout=log, stderr=subprocess.STDOUT, stdin=subprocess.DEVNULL,
-                start_new_session=True, env=os.environ | {"XDG_STATE_HOME": str(home)} | own | files | environment,
-            )  # fmt: skip
+        return os.environ | {"XDG_STATE_HOME": str(home)} | own | files
 
     def wait_until(self, condition: Callable[[], bool]) -> None:
         deadline = time.monotonic() + START_LIMIT_S
@@ -240,6 +257,10 @@ class ServeRun:
             assert self.process.poll() is None, self.log.read_text()
             assert time.monotonic() < deadline, self.log.read_text()
             time.sleep(0.1)
+
+    def said(self) -> str:
+        """What the processes have written."""
+        return self.log.read_text()
 
     def end(self) -> None:
         self.process.send_signal(signal.SIGINT)
@@ -253,13 +274,47 @@ class ServeRun:
         shutil.rmtree(self.folder)
 
 
+class ServeDeploy(ServeRun):
+    """`serve deploy` of a file on a cluster of one node that `ray start` has made.
+
+    `ray start` opens its temporary directory to all users, so the directory lies in the private directory.
+    """
+
+    def _start(self, file: Path) -> subprocess.Popen[bytes]:
+        dashboard = free_port()
+        cluster = self._popen(
+            "ray", "start", "--head", "--block", "--disable-usage-stats", "--num-cpus=8", f"--port={free_port()}",
+            f"--dashboard-port={dashboard}", f"--ray-client-server-port={free_port()}", f"--temp-dir={self.folder}/ray",
+        )  # fmt: skip
+        deadline = time.monotonic() + START_LIMIT_S
+        while self._popen("serve", "deploy", str(file), "-a", f"http://127.0.0.1:{dashboard}").wait():
+            assert cluster.poll() is None, self.log.read_text()
+            assert time.monotonic() < deadline, self.log.read_text()
+            time.sleep(1)
+        return cluster
+
+    def said(self) -> str:
+        logs = self.folder.glob("ray/session_*/logs/**/*")
+        return "".join(path.read_text(errors="replace") for path in logs if path.is_file())
+
+
 @pytest.fixture
 def serve_run(home: Path) -> Iterator[Callable[..., ServeRun]]:
+    yield from started(home, ServeRun)
+
+
+@pytest.fixture
+def serve_deploy(home: Path) -> Iterator[Callable[..., ServeRun]]:
+    yield from started(home, ServeDeploy)
+
+
+def started(home: Path, command: type[ServeRun]) -> Iterator[Callable[..., ServeRun]]:
+    """What starts ``command``; all that was started ends behind it."""
     keep_token_private()
     runs: list[ServeRun] = []
 
     def start(port: int, **environment: str) -> ServeRun:
-        runs.append(ServeRun(home, port, **environment))
+        runs.append(command(home, port, **environment))
         return runs[-1]
 
     yield start
@@ -281,15 +336,26 @@ def test_serve_run(home: Path, serve_run: Callable[..., ServeRun]) -> None:
     assert stat.S_IMODE((run.folder / "h").stat().st_mode) == 0o700
 
 
-def test_serve_run_says_that_another_user_has_taken_haproxys_directory(
-    home: Path, serve_run: Callable[..., ServeRun]
+@pytest.mark.usefixtures("taken")
+def test_serve_deploy(home: Path, serve_deploy: Callable[..., ServeRun]) -> None:
+    run = serve_deploy(port := free_port())
+    run.wait_until(lambda: is_healthy(port))
+    check(run.process.pid, port, home)
+    assert stat.S_IMODE((run.folder / "h").stat().st_mode) == 0o700
+    assert [path for path in look(run.process.pid).paths if set(PREDICTABLE) & {*path.parents}] == []
+
+
+@pytest.mark.parametrize("command", ["serve_run", "serve_deploy"])
+def test_serve_says_that_another_user_has_taken_haproxys_directory(
+    home: Path, command: str, request: pytest.FixtureRequest
 ) -> None:
+    start: Callable[..., ServeRun] = request.getfixturevalue(command)
     theirs = Path(tempfile.mkdtemp(prefix="own", dir="/tmp"))
     try:
         os.chown(theirs, STRANGER, STRANGER)
-        run = serve_run(free_port(), RAY_SERVE_HAPROXY_CONFIG_FILE_LOC=str(theirs / "haproxy.cfg"))
+        run = start(free_port(), RAY_SERVE_HAPROXY_CONFIG_FILE_LOC=str(theirs / "haproxy.cfg"))
         said = f"RAY_SERVE_HAPROXY_CONFIG_FILE_LOC: {theirs} belongs to another user"
-        run.wait_until(lambda: said in run.log.read_text())
+        run.wait_until(lambda: said in run.said())
         assert list(theirs.iterdir()) == []
     finally:
         shutil.rmtree(theirs)
