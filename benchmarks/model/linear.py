@@ -1,5 +1,7 @@
 """Milliseconds of one linear layer by the format of its weight: bfloat16, int8, int4 without and with zeros.
 
+int8 has one scale for each row, as W8A8 checkpoints have, or for each 64 inputs, as `quantization: int8` has.
+
     python -m benchmarks.model.linear --threads 4 [--inputs 4096] [--outputs 6144] [--rows 2 8 32 256]
 
 Each format has as many copies of its layer as fill --mib, which should be more than the caches hold, and is run over
@@ -30,6 +32,7 @@ def formats(group: int) -> dict[str, Callable[[Tensor], Weight]]:
     return {
         "bfloat16": lambda weight: weight,
         "int8": round_int8,
+        "int8, groups of 64": lambda weight: round_int8(weight, 64),
         f"int4, groups of {group}": without_zeros,
         f"int4 with zeros, groups of {group}": lambda weight: round_int4(kernels(), weight, group),
     }
@@ -58,7 +61,7 @@ def main() -> None:
     options.add_argument("--threads", type=int, default=4)
     options.add_argument("--inputs", type=int, default=4096)
     options.add_argument("--outputs", type=int, default=6144)
-    options.add_argument("--group", type=int, default=64)
+    options.add_argument("--group", type=int, default=32)
     options.add_argument("--rows", type=int, nargs="+", default=[2, 8, 32, 256])
     options.add_argument("--repeats", type=int, default=7)
     options.add_argument("--calls", type=int, default=20, help="of one format in a row")

@@ -72,14 +72,10 @@ RAYLM_INLINE i32x16 byte_dot(i32x16 sum, u32x16 weights, uint32_t x) {
 // One stream of 16 columns, and the scales of its groups, [groups][16].
 struct GroupedStream {
   const uint32_t* words;
-  const uint32_t* scales;  // float32; with zeros the upper 20 bits of a float32 above a zero in 256ths of a step
+  // float32; with zeros the upper 20 bits of a float32 above a zero in 256ths of a step. Without zeros, the zero is the
+  // middle of the weights' range.
+  const uint32_t* scales;
 };
-
-// Where the weights have no zeros of their own, the zero is the middle of their range, and the sums begin at -middle * sum.
-template <int BITS, bool ZEROS>
-RAYLM_INLINE i32x16 first_sum(const RoundedGroup& inputs) {
-  return splat(ZEROS ? 0 : -(inputs.sum << (BITS - 1)));
-}
 
 // R rows of rounded inputs times two streams, while AHEAD streams, `next`, are prefetched. `out` has the totals over
 // all groups.
@@ -91,9 +87,10 @@ __attribute__((noinline)) void grouped_tile(const GroupedStream (&streams)[2], c
   f32x16 totals[R][2] = {};
   ptrdiff_t unit = 0;
   for (int g = 0; g < groups; g++) {
+    // With 8 bits the sums begin at -128 * sum. With 4 bits, subtracting the zero from the floats is faster.
     i32x16 sums[R][2];
 #pragma GCC unroll 16
-    for (int r = 0; r < R; r++) sums[r][0] = sums[r][1] = first_sum<BITS, ZEROS>(rounded[r * groups + g]);
+    for (int r = 0; r < R; r++) sums[r][0] = sums[r][1] = splat(BITS == 8 ? -(rounded[r * groups + g].sum << 7) : 0);
     for (int u = 0; u < group_units; u++, unit++) {
       const u32x16 words[2] = {load<u32x16>(streams[0].words + unit * kLanes), load<u32x16>(streams[1].words + unit * kLanes)};
       if constexpr (BITS == 4) {
@@ -120,12 +117,13 @@ __attribute__((noinline)) void grouped_tile(const GroupedStream (&streams)[2], c
     for (int v = 0; v < 2; v++) {
       const u32x16 word = load<u32x16>(streams[v].scales + g * kLanes);
       const f32x16 scale = bits<f32x16>(ZEROS ? word & ~kZeroMask : word);
-      const f32x16 zero = __builtin_convertvector(bits<i32x16>(word & kZeroMask), f32x16) * kZeroStep;
+      const f32x16 zero = ZEROS ? __builtin_convertvector(bits<i32x16>(word & kZeroMask), f32x16) * kZeroStep
+                                : splat(8.0f);
 #pragma GCC unroll 16
       for (int r = 0; r < R; r++) {
         const RoundedGroup inputs = rounded[r * groups + g];
         f32x16 total = __builtin_convertvector(sums[r][v], f32x16);
-        if constexpr (ZEROS) total -= zero * float(inputs.sum);
+        if constexpr (BITS == 4) total -= zero * float(inputs.sum);
         totals[r][v] += total * (scale * inputs.scale);
       }
     }
