@@ -290,7 +290,7 @@ class Listener:
             raise
 
     async def serve(self, accept: Callable[[], Link]) -> None:
-        """From now on ``accept`` makes the Link of each process that connects; those that waited come first."""
+        """Accept connections. ``accept`` makes the Link of each process. Processes that already wait come first."""
         self._server = await asyncio.get_running_loop().create_unix_server(accept, sock=self.socket)
 
     def close(self) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+from collections.abc import Awaitable, Callable
 from types import SimpleNamespace
 
 import pytest
@@ -71,6 +72,16 @@ async def test_an_engine_is_found_after_looks_that_failed(
     watching.stop()
 
 
+def list_one_engine(monkeypatch: pytest.MonkeyPatch, connect: Callable[[object], Awaitable[Client]]) -> None:
+    """Let a Discovery find one engine, looking every millisecond, and reach it by ``connect``."""
+    listed = [{"name": "EngineCore:app:d:a", "namespace": NAMESPACE}]
+    monkeypatch.setattr(discovery, "list_named_actors", lambda all_namespaces: listed)
+    monkeypatch.setattr(discovery, "PERIOD_S", 0.001)
+    monkeypatch.setattr(discovery, "RECONNECT_S", 0.001)
+    monkeypatch.setattr(discovery.ray, "get_actor", lambda name, namespace: name)
+    monkeypatch.setattr(discovery, "connect_engine", connect)
+
+
 async def test_a_line_that_is_lost_to_an_engine_that_lives_is_told_and_one_that_drains_is_left_for_good(
     monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
@@ -80,12 +91,7 @@ async def test_a_line_that_is_lost_to_an_engine_that_lives_is_told_and_one_that_
     async def connect(core: object) -> Client:
         return next(waiting)
 
-    listed = [{"name": "EngineCore:app:d:a", "namespace": NAMESPACE}]
-    monkeypatch.setattr(discovery, "list_named_actors", lambda all_namespaces: listed)
-    monkeypatch.setattr(discovery, "PERIOD_S", 0.001)
-    monkeypatch.setattr(discovery, "RECONNECT_S", 0.001)
-    monkeypatch.setattr(discovery.ray, "get_actor", lambda name, namespace: name)
-    monkeypatch.setattr(discovery, "connect_engine", connect)
+    list_one_engine(monkeypatch, connect)
     found: asyncio.Queue[object] = asyncio.Queue()
     watching = Discovery("app", "d", found.put_nowait)
     async with asyncio.timeout(300):
@@ -114,12 +120,7 @@ async def test_an_engine_that_does_not_answer_is_asked_again(
             raise TimeoutError
         return client
 
-    listed = [{"name": "EngineCore:app:d:a", "namespace": NAMESPACE}]
-    monkeypatch.setattr(discovery, "list_named_actors", lambda all_namespaces: listed)
-    monkeypatch.setattr(discovery, "PERIOD_S", 0.001)
-    monkeypatch.setattr(discovery, "RECONNECT_S", 0.001)
-    monkeypatch.setattr(discovery.ray, "get_actor", lambda name, namespace: name)
-    monkeypatch.setattr(discovery, "connect_engine", connect)
+    list_one_engine(monkeypatch, connect)
     found: asyncio.Queue[object] = asyncio.Queue()
     watching = Discovery("app", "d", found.put_nowait)
     async with asyncio.timeout(10):
