@@ -143,5 +143,6 @@ def test_a_layer_is_timed_in_all_formats() -> None:
     said = run("model.linear", "--threads", "2", "--inputs", "256", "--outputs", "64", "--rows", "2", "--repeats", "1",
                "--calls", "1", "--mib", "1")  # fmt: skip
     assert re.findall(r"^(2 rows, .*?) {2,}[\d.,]+ +[\d.,]+ +\S+$", said, re.M) == [
-        "2 rows, bfloat16", "2 rows, int8", "2 rows, int4, groups of 64", "2 rows, int4 with zeros, groups of 64",
+        "2 rows, bfloat16", "2 rows, int8", "2 rows, int8, groups of 64", "2 rows, int4, groups of 32",
+        "2 rows, int4 with zeros, groups of 32",
     ]  # fmt: skip
