@@ -177,6 +177,8 @@ class FairQueue(WaitingQueue):
         self._first = None
         if self._invited is not None:
             yield self._invited
+            if self._forecast.free_places() < 2:
+                return  # the running sequences took its blocks; no other sequence takes its place meanwhile
         tenants = list(self._backlogged.values())
         last_places = self._guests and self._forecast.free_places() <= self._kept
         if last_places or self._guest_step == self._forecast.num_steps:
