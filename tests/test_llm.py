@@ -266,7 +266,7 @@ def test_ctrl_c_aborts_and_leaves_the_engine_fit(llm: LLM, capsys: pytest.Captur
     shown = capsys.readouterr().err
     assert "/200" in shown
     assert shown.endswith("\n"), "the bar's line had not ended when the interrupt surfaced"
-    assert not llm._engine.async_llm._outputs._open
+    assert not llm._engine.async_llm._router.num_prompts
     interrupting.join()
     (result,) = llm.generate("one", GREEDY, progress=False)
     assert len(result.token_ids) == 8

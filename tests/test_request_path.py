@@ -27,7 +27,7 @@ ANSWER = {
     "raylm.ingress.openai.choices",
     "raylm.ingress.openai.outputs",
     "raylm.frontend.outputs",
-    "raylm.frontend.output_processor",
+    "raylm.frontend.prompt_state",
     "raylm.frontend.text.detokenizer",
     "raylm.frontend.timelines.record",
     "raylm.frontend.timelines.ring",

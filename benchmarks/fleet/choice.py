@@ -18,6 +18,7 @@ from benchmarks.rows import Report, parser
 from raylm.config import Config
 from raylm.engine import ChainedHasher, EngineCore, pack_keys
 from raylm.frontend import LocalEngineClient, Router
+from raylm.frontend.prompt_state import process
 from raylm.messages import (
     BlockChanges,
     EngineCoreOutputs,
@@ -29,6 +30,7 @@ from raylm.messages import (
 )
 from raylm.params import SamplingParams
 from raylm.simulate.executor import SimulatedExecutor
+from tests.frontend.prompts import prompt_of
 
 BLOCK = 16
 
@@ -36,7 +38,7 @@ BLOCK = 16
 async def measure(engines: int, tokens: int, same: bool, rounds: int) -> dict[str, float]:
     """Measure the whole choice, hashing alone, and sending to the chosen engine."""
     prompt = list(range(tokens))
-    router = Router(lambda outputs: [], lambda keys, error: None, lambda key: None)
+    router = Router(process)
     hashes = hashed(prompt)
     for number in range(engines):
         info = WorkerInfo(4096, BLOCK, 1 << 20, 1 << 31, "none", "none", "none", 1, 0, 0)
@@ -55,8 +57,9 @@ async def measure(engines: int, tokens: int, same: bool, rounds: int) -> dict[st
 
     def begin_and_end() -> None:
         key = next(keys)
-        router.send(EngineCoreRequest(key, "", prompt, request.params), route)
-        router.leave(key, abort=True)
+        sent = prompt_of(EngineCoreRequest(key, "", prompt, request.params))
+        router.send(sent, route)
+        router.leave(sent, abort=True)
 
     sending = least(begin_and_end, rounds)
     await router.close()

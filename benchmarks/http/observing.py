@@ -96,7 +96,7 @@ class NoTimelines(Timelines):
     def end_record(self, record: Record, error: BaseException | None = None) -> None: ...
 
     @contextmanager
-    def part(self, current: Record | None, request_id: str, model: str, cancel: object) -> Iterator[Part]:
+    def part(self, current: Record | None, request_id: str, model: str) -> Iterator[Part]:
         yield NoPart(request_id)
 
 

@@ -15,7 +15,9 @@ if TYPE_CHECKING:
     from raylm.frontend.async_llm import AsyncLLM as AsyncLLM
     from raylm.frontend.engines.discovery import Discovery as Discovery
     from raylm.frontend.engines.engine_client import LocalEngineClient as LocalEngineClient
+    from raylm.frontend.engines.routed_engine import Route as Route
     from raylm.frontend.engines.routed_engine import RoutedEngine as RoutedEngine
+    from raylm.frontend.engines.routed_engine import RoutedPrompt as RoutedPrompt
     from raylm.frontend.engines.router import Router as Router
     from raylm.frontend.input_processor import RequestHead as RequestHead
     from raylm.frontend.outputs import CompletionDelta as CompletionDelta
@@ -59,7 +61,7 @@ _MODULES = {
     "async_llm": ("AsyncLLM",),
     "engines.discovery": ("Discovery",),
     "engines.engine_client": ("LocalEngineClient",),
-    "engines.routed_engine": ("RoutedEngine",),
+    "engines.routed_engine": ("Route", "RoutedEngine", "RoutedPrompt"),
     "engines.router": ("Router",),
     "input_processor": ("RequestHead",),
     "outputs": ("CompletionDelta", "RequestOutput", "TokenLogprob", "ToolCallDelta"),

@@ -9,7 +9,7 @@ from prometheus_client.core import Metric
 
 from raylm.checkpoint import resolve
 from raylm.config import Config
-from raylm.errors import RayLMError, UnsupportedFieldError
+from raylm.errors import UnsupportedFieldError
 from raylm.frontend.admission import Admission, Reservation
 from raylm.frontend.answers.answer_format import AnswerFormat
 from raylm.frontend.answers.chat_processor import ChatProcessor, ChatPrompt
@@ -20,8 +20,8 @@ from raylm.frontend.engines.parked import Seen, take_parked
 from raylm.frontend.engines.routed_engine import Route
 from raylm.frontend.engines.router import Router
 from raylm.frontend.input_processor import InputProcessor, Limits, RequestHead
-from raylm.frontend.output_processor import OpenRequest, OutputProcessor
 from raylm.frontend.outputs import RequestOutput
+from raylm.frontend.prompt_state import PromptState, process
 from raylm.frontend.request import Request
 from raylm.frontend.telemetry import Telemetry
 from raylm.frontend.text.chat_template import ChatRequest, ChatTemplate, content_chars
@@ -73,17 +73,8 @@ class AsyncLLM:
             config.cache,
         )
         self._input = InputProcessor(self._tokenizer, checkpoint.eos_token_ids, self.default_max_tokens)
-        self._outputs = OutputProcessor(self._tokenizer, self._telemetry)
-        outputs, self.timelines = self._outputs, Timelines(on_end=self._telemetry.ended)
-        self._router = Router(
-            outputs.process,
-            outputs.fail,
-            outputs.resumed,
-            recovery_timeout_s,
-            wake=wake,
-            on_sent=outputs.sent,
-            rank=rank,
-        )
+        self.timelines = Timelines(on_end=self._telemetry.ended)
+        self._router = Router(process, recovery_timeout_s, wake=wake, rank=rank)
         self._starts_engines = wake is not None
         self._drawn_again = Seen()
         self.adapters = self._router.adapters
@@ -158,9 +149,9 @@ class AsyncLLM:
             await _claim(request, head, params.max_tokens)
             with self._opened(request, head, part, answer_format) as (opened, route):
                 if head.told_before is None:
-                    self._router.send(request, route)
+                    self._router.send(opened, route)
                 else:
-                    await self._go_on(request, head, opened, part)
+                    await self._go_on(opened, head)
                 while True:
                     output = await opened.get()
                     yield output
@@ -230,18 +221,12 @@ class AsyncLLM:
             request = self._input.build_pooling(token_ids, params, limits, head)
             await _claim(request, head, None)
             with self._opened(request, head, part) as (opened, route):
-                self._router.send(request, route)
+                self._router.send(opened, route)
                 yield await opened.get()
 
     def _part(self, head: RequestHead) -> AbstractContextManager[Part]:
-        def cancel(error: RayLMError) -> None:
-            keys = self._outputs.keys_of(head.request_id)
-            self._outputs.fail(keys, error)
-            for key in keys:
-                self._router.leave(key, abort=True)
-
         record = None if head.request is None else head.request.record
-        return self.timelines.part(record, head.request_id, head.adapter or self.model_name, cancel)
+        return self.timelines.part(record, head.request_id, head.adapter or self.model_name)
 
     async def _token_ids(self, prompt: Prompt, limits: Limits, head: RequestHead) -> list[int]:
         if isinstance(prompt, list):
@@ -251,22 +236,21 @@ class AsyncLLM:
             self.admission.check(len(prompt))
         return await self._tokenizer.encode(prompt, add_special_tokens=True, param=head.param)
 
-    async def _go_on(self, request: EngineCoreRequest, head: RequestHead, opened: OpenRequest, part: Part) -> None:
-        """Send an opened request that began on an earlier connection, with the tokens that engines still have of it.
+    async def _go_on(self, opened: PromptState, head: RequestHead) -> None:
+        """Send a prompt that began on an earlier connection, with the tokens that engines still have of it.
 
         Tokens that no engine has are drawn again, without a charge only once for each stream and ingress: a client can
         send an id of a stream any number of times.
         """
+        request = opened.request
         taken = await take_parked(self.engines, request) if head.is_resumed else None
         if taken is None and head.request is not None and self._drawn_again.add(head.stream):
             await head.request.claim_again(request, head.told_before)
-            part.told = None
-        if opened.finished:  # it was cancelled meanwhile
-            return
-        if taken is None:
-            self._router.send_when_able(request)
-        elif (begun := await self._outputs.take_over(opened, taken.tokens)) is not None:
-            self._router.send_when_able(begun, taken.fingerprint)
+            opened.part.told = None
+        if taken is not None:
+            await opened.take_over(taken.tokens)
+        if not opened.finished:
+            self._router.go_on(opened, "" if taken is None else taken.fingerprint)
 
     @contextmanager
     def _opened(
@@ -275,8 +259,8 @@ class AsyncLLM:
         head: RequestHead,
         part: Part,
         form: AnswerFormat | None = None,
-    ) -> Iterator[tuple[OpenRequest, Route | None]]:
-        """Expect outputs of ``request``, with the engine to send it to, and abort it there unless it has ended by then.
+    ) -> Iterator[tuple[PromptState, Route | None]]:
+        """The state of a prompt, with the engine to send it to. It is aborted there unless it has ended by then.
 
         What was served counts for the limits of its key.
         """
@@ -289,12 +273,12 @@ class AsyncLLM:
                 head.request.reservation if head.request is not None else None,
             )
             reservation = self.admission.prompt(tokens, request.params.n, waiting)
-            opened = self._outputs.open(request, form, reservation, head.told, part)
+            opened = PromptState(request, self._tokenizer, self._telemetry, form, reservation, head.told, part)
             try:
                 yield opened, route
             finally:  # no await may stand here: a cancelled task must not lose the abort
                 reservation.release()
-                self._router.leave(request.key, abort=self._outputs.close(request.key))
+                self._router.leave(opened, abort=opened.close())
                 served = sum(part.charged())
         finally:
             if head.request is not None:

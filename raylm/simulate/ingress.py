@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import random
 from collections import Counter, deque
-from collections.abc import AsyncIterator, Callable, Iterable, Iterator
+from collections.abc import AsyncIterator, Callable, Iterator, Mapping
 from dataclasses import dataclass
 from itertools import count
 from math import log10
@@ -13,7 +13,7 @@ from math import log10
 from raylm.config import IngressConfig
 from raylm.engine import EngineCore
 from raylm.errors import OverloadedError, RayLMError
-from raylm.frontend import Admission, LocalEngineClient, Reservation, RoutedEngine, Router
+from raylm.frontend import Admission, LocalEngineClient, Reservation, Route, RoutedEngine, RoutedPrompt, Router
 from raylm.messages import EngineCoreOutputs, EngineCoreRequest, EngineInfo, EngineStats, ServiceLevel
 from raylm.params import SamplingParams
 from raylm.simulate.trace import SimulatedRequest
@@ -37,6 +37,27 @@ class Served:
     last_s: float = -1.0
     cached_tokens: int = 0
     error: str = ""
+
+
+@dataclass(slots=True, eq=False)
+class SimulatedPrompt(RoutedPrompt):
+    """A request at an engine. ``on_error`` is called if it fails; engines are not lost in a simulation."""
+
+    simulated: SimulatedRequest
+    served: Served
+    reservation: Reservation
+    on_error: Callable[[SimulatedPrompt, RayLMError], None]
+
+    def on_sent(self, route: Route) -> None:
+        """Do nothing: ``served`` has the engine."""
+
+    def resumed(self) -> EngineCoreRequest:
+        return self.request
+
+    def fail(self, error: RayLMError) -> None:
+        if not self.finished:
+            self.finished = True
+            self.on_error(self, error)
 
 
 class StaleClient(LocalEngineClient):
@@ -83,15 +104,14 @@ class SimulatedIngress:
         config: IngressConfig,
         on_end: Callable[[Served, SimulatedRequest], None],
         rng: random.Random,
-        router: Callable[..., Router] = Router,
+        router: Callable[..., Router[SimulatedPrompt]] = Router,
         rank: int = 0,
     ) -> None:
         self.clock = asyncio.get_running_loop().time
-        self.router = router(self._deliver, self._fail, lambda key: None, clock=self.clock, rng=rng, rank=rank)
+        self.router = router(self._deliver, clock=self.clock, rng=rng, rank=rank, explains=False)
         self.intervals: Counter[int] = Counter()
         self._admission = Admission(config.max_queued_requests, config.max_queued_tokens, clock=self.clock)
         self._on_end = on_end
-        self._open: dict[int, tuple[SimulatedRequest, Served, Reservation]] = {}
         self._starting: set[int] = set()
         self._newest: dict[int, float] = {}  # time of the newest token of a request that is decoded
         self._keys = count()
@@ -121,9 +141,8 @@ class SimulatedIngress:
                 engine.on_outputs(news, self.clock())
         route = self.router.pick(asked)
         served.engine = route.engine.client.info.engine_id
-        self._open[key] = request, served, reservation
         self._starting.add(key)
-        self.router.send(asked, route)
+        self.router.send(SimulatedPrompt(asked, request, served, reservation, self._fail), route)
 
     def _sampling(self, request: SimulatedRequest, seed: int) -> SamplingParams:
         """Checking parameters takes longer than a step. So requests with seed 0 and equal length share them."""
@@ -134,10 +153,10 @@ class SimulatedIngress:
                 self._params[request.output_tokens] = params
         return params
 
-    def _deliver(self, outputs: EngineCoreOutputs) -> list[tuple[int, int]]:
+    def _deliver(self, prompts: Mapping[int, SimulatedPrompt], outputs: EngineCoreOutputs) -> list[tuple[int, int]]:
         now, keys, newest = self.clock(), outputs.keys, self._newest
         for key in self._starting & set(keys) if self._starting else ():
-            self._begin(key, outputs.cached_tokens[keys.index(key)], now)
+            self._begin(prompts[key], outputs.cached_tokens[keys.index(key)], now)
         for before, number in Counter(map(newest.get, keys)).items():
             if before is not None and now > before:
                 self.intervals[round(ITL_STEPS * log10(now - before))] += number
@@ -145,33 +164,31 @@ class SimulatedIngress:
         if any(outputs.finish_reasons):
             for key, reason in zip(keys, outputs.finish_reasons, strict=True):
                 if reason is not None:
-                    self._end(key, now)
+                    self._end(prompts[key], now)
         for key, error in outputs.errors:
-            self._fail([key], error)
+            prompts[key].fail(error)
         return []
 
-    def _begin(self, key: int, cached_tokens: int, now: float) -> None:
-        self._starting.remove(key)
-        _, served, reservation = self._open[key]
-        served.first_s, served.cached_tokens = now, cached_tokens
-        reservation.begin([0])
+    def _begin(self, prompt: SimulatedPrompt, cached_tokens: int, now: float) -> None:
+        self._starting.remove(prompt.request.key)
+        prompt.served.first_s, prompt.served.cached_tokens = now, cached_tokens
+        prompt.reservation.begin([0])
 
-    def _end(self, key: int, now: float) -> None:
-        del self._newest[key]
-        request, served, reservation = self._open.pop(key)
-        served.last_s = now
-        reservation.release()
-        self.router.leave(key, abort=False)
-        self._on_end(served, request)
+    def _end(self, prompt: SimulatedPrompt, now: float) -> None:
+        del self._newest[prompt.request.key]
+        prompt.finished, prompt.served.last_s = True, now
+        self._leave(prompt)
+        self._on_end(prompt.served, prompt.simulated)
 
-    def _fail(self, keys: Iterable[int], error: RayLMError) -> None:
-        for key in keys:
-            request, served, reservation = self._open.pop(key)
-            self._starting.discard(key)
-            self._newest.pop(key, None)
-            reservation.release()
-            self.router.leave(key, abort=False)
-            self._refuse(request, served, error)
+    def _fail(self, prompt: SimulatedPrompt, error: RayLMError) -> None:
+        self._starting.discard(prompt.request.key)
+        self._newest.pop(prompt.request.key, None)
+        self._leave(prompt)
+        self._refuse(prompt.simulated, prompt.served, error)
+
+    def _leave(self, prompt: SimulatedPrompt) -> None:
+        prompt.reservation.release()
+        self.router.leave(prompt, abort=False)
 
     def _refuse(self, request: SimulatedRequest, served: Served, error: RayLMError) -> None:
         served.error = type(error).__name__

@@ -15,7 +15,7 @@ from raylm.frontend import LocalEngineClient, Router
 from raylm.messages import EngineInfo, NewSequence, SchedulerOutput, WorkerInfo
 from raylm.simulate.executor import Answer, SimulatedExecutor
 from raylm.simulate.fleet import EngineGroup, Fleet
-from raylm.simulate.ingress import Served, SimulatedIngress, StaleClient
+from raylm.simulate.ingress import Served, SimulatedIngress, SimulatedPrompt, StaleClient
 from raylm.simulate.loads import Load
 from raylm.simulate.trace import SimulatedRequest
 from raylm.simulate.virtual_time import run
@@ -38,7 +38,11 @@ class Outcome:
 
 
 def simulate(
-    fleet: Fleet, load: Load, seed: int = 1, router: Callable[..., Router] = Router, queue: Queue | None = None
+    fleet: Fleet,
+    load: Load,
+    seed: int = 1,
+    router: Callable[..., Router[SimulatedPrompt]] = Router,
+    queue: Queue | None = None,
 ) -> Outcome:
     """Serve a whole load. Virtual seconds do not take real time.
 
@@ -59,7 +63,7 @@ class _Simulation:
         self._served: list[Served] = []
         self._changed = asyncio.Event()
 
-    async def run(self, router: Callable[..., Router], queue: Queue | None) -> Outcome:
+    async def run(self, router: Callable[..., Router[SimulatedPrompt]], queue: Queue | None) -> Outcome:
         engines = [self._engine(group) for group in self._fleet.engines for _ in range(group.count)]
         infos = [await core.start() for core, _ in engines]
         for core, _ in engines:

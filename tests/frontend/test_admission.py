@@ -190,7 +190,8 @@ async def test_places_are_given_back_when_tokens_come_and_not_when_they_are_read
             await engine.heard()
             assert llm.admission.requests == left
     else:
-        llm._outputs.fail([key], OverloadedError("x"))
+        engine.say(errors=[(key, OverloadedError("x"))])
+        await engine.heard()
     assert (llm.admission.requests, llm.admission.tokens) == (0, 0)
     await stream.aclose()
     assert (llm.admission.requests, llm.admission.tokens) == (0, 0)

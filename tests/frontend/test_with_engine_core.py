@@ -95,7 +95,7 @@ async def test_callers_who_leave_disturb_nobody(house: House) -> None:
     await until(lambda: not house.core.scheduler.stats().running)
     assert not house.core.scheduler.open_requests()
     assert house.core.scheduler.stats().kv_usage == 0
-    assert not house.llm._outputs._open
+    assert not house.llm._router.num_prompts
 
 
 async def test_a_dead_core_is_told_to_everybody(house: House) -> None:

@@ -307,7 +307,7 @@ class Lives(RuleBasedStateMachine):
         endpoints = [route.app for route in self.app.routes if isinstance(getattr(route, "app", None), JSONEndpoint)]
         assert endpoints
         assert {(len(one.bodies._sizes), one.bodies._size) for one in endpoints} == {(0, 0)}
-        assert (llm._outputs._open, llm._router._routes) == ({}, {})
+        assert not llm._router.num_prompts
         assert not llm._router._recovery._waiting
         assert not self.callers._requests
         rows = self.state._rows._own

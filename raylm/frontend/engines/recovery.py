@@ -1,104 +1,94 @@
-"""Recovery: sends the requests of a lost engine to another engine, with the tokens drawn so far."""
+"""Recovery: sends the prompts of a lost engine to another engine, with the tokens drawn so far."""
 
 from __future__ import annotations
 
 import asyncio
-from collections import Counter
 from collections.abc import Callable, Iterable
 
 from raylm.errors import EngineDiedError, EngineUnavailableError, RayLMError
-from raylm.messages import EngineCoreRequest
+from raylm.frontend.engines.routed_engine import RoutedPrompt
 
 MOST_CRASHES = 3
 
-Resume = Callable[[int], EngineCoreRequest | None]
-Send = Callable[[EngineCoreRequest, str], None]
-Fail = Callable[[Iterable[int], RayLMError], None]
-
 
 class Recovery:
-    """Sends the requests of a lost engine to another engine.
+    """Sends the prompts of a lost engine to another engine.
 
-    ``resume`` returns a request together with its drawn tokens, or None if its caller has gone. ``send`` hands the
-    request to an engine of the same fingerprint. If there is no such engine, ``send`` raises EngineUnavailableError,
-    and the request waits for one for at most ``timeout_s`` seconds.
+    ``send`` hands a prompt to an engine that can continue it. If there is no such engine, ``send`` raises
+    EngineUnavailableError, and the prompt waits for one for at most ``timeout_s`` seconds.
 
-    A request is suspected of crashing engines if two engines crashed in a row while they ran it and neither produced a
+    A prompt is suspected of crashing engines if two engines crashed in a row while they ran it and neither produced a
     token. Recovery sends suspects one at a time. If a third engine crashes, the suspect fails with EngineDiedError.
     """
 
-    def __init__(self, resume: Resume, send: Send, fail: Fail, timeout_s: float) -> None:
-        self._resume, self._send, self._fail, self._timeout_s = resume, send, fail, timeout_s
-        self._waiting: dict[int, tuple[str, asyncio.TimerHandle]] = {}  # by key, in the order in which they came
-        self._crashes: Counter[int] = Counter()  # of engines, since its last token
-        self._on_trial: int | None = None
+    def __init__(self, send: Callable[[RoutedPrompt], None], timeout_s: float) -> None:
+        self._send, self._timeout_s = send, timeout_s
+        self._waiting: dict[RoutedPrompt, None] = {}  # in the order in which they came
+        self.on_trial: RoutedPrompt | None = None
 
-    def suspect(self, keys: Iterable[int]) -> None:
-        """Note that an engine crashed while it ran these requests. Call it before ``take``."""
-        self._crashes.update(keys)
-        if (key := self._on_trial) is not None and self._crashes[key] >= MOST_CRASHES:
-            self._fail(
-                [key],
-                EngineDiedError(f"This request was stopped because {MOST_CRASHES} engines crashed while running it."),
-            )
+    def suspect(self, prompts: Iterable[RoutedPrompt]) -> None:
+        """Note that an engine crashed while it ran these prompts. Call it before ``take``."""
+        for prompt in prompts:
+            prompt.crashes += 1
+        if self.on_trial is not None and self.on_trial.crashes >= MOST_CRASHES:
+            message = f"This request was stopped because {MOST_CRASHES} engines crashed while running it."
+            self.on_trial.fail(EngineDiedError(message))
 
-    def take(self, keys: Iterable[int], fingerprint: str, error: RayLMError) -> None:
-        """Send the requests of a lost engine to another of this ``fingerprint``; ``error`` ends them if none comes."""
-        for key in keys:
-            timer = asyncio.get_running_loop().call_later(self._timeout_s, self._give_up, key, error)
-            self._waiting[key] = fingerprint, timer
+    def take(self, prompts: Iterable[RoutedPrompt], fingerprint: str, error: RayLMError) -> None:
+        """Send prompts to another engine of this ``fingerprint``; ``error`` ends them if none comes."""
+        for prompt in prompts:
+            prompt.fingerprint = fingerprint
+            prompt.timer = asyncio.get_running_loop().call_later(self._timeout_s, self._give_up, prompt, error)
+            self._waiting[prompt] = None
         self.retry()
 
     def retry(self) -> None:
-        """Send the waiting requests. Call it when an engine has started or has loaded an adapter."""
-        for key in list(self._waiting):
-            is_suspect = self._crashes[key] >= MOST_CRASHES - 1
-            if is_suspect and self._on_trial not in (None, key):
+        """Send the waiting prompts. Call it when an engine has started or has loaded an adapter."""
+        for prompt in list(self._waiting):
+            is_suspect = prompt.crashes >= MOST_CRASHES - 1
+            if is_suspect and self.on_trial not in (None, prompt):
                 continue
-            if self._resend(key) and is_suspect:
-                self._on_trial = key
+            if self._resend(prompt) and is_suspect:
+                self.on_trial = prompt
 
-    def on_tokens(self, keys: Iterable[int]) -> None:
-        """Clear the suspicion of requests that got tokens. Call it only while ``watches``."""
-        for key in keys:
-            if self._crashes.pop(key, 0) and key == self._on_trial:
-                self._end_trial()
+    def check_trial(self) -> None:
+        """End the trial of a prompt that got tokens. Call it after outputs while a prompt is ``on_trial``."""
+        if self.on_trial is not None and not self.on_trial.crashes:
+            self._end_trial()
 
-    @property
-    def watches(self) -> bool:
-        return bool(self._crashes)
-
-    def forget(self, key: int) -> None:
-        """Drop a request that has ended."""
-        self._crashes.pop(key, None)
-        if (waiting := self._waiting.pop(key, None)) is not None:
-            waiting[1].cancel()
-        if key == self._on_trial:
+    def forget(self, prompt: RoutedPrompt) -> None:
+        """Drop a prompt that has ended."""
+        if prompt.timer is not None:
+            self._no_longer_waits(prompt)
+        if prompt is self.on_trial:
             self._end_trial()
 
     def close(self, error: RayLMError) -> None:
-        """Fail all waiting requests with ``error``."""
-        for key in list(self._waiting):
-            self._give_up(key, error)
+        """Fail all waiting prompts with ``error``."""
+        for prompt in list(self._waiting):
+            self._give_up(prompt, error)
 
     def _end_trial(self) -> None:
-        self._on_trial = None
+        self.on_trial = None
         self.retry()
 
-    def _resend(self, key: int) -> bool:
-        fingerprint, timer = self._waiting[key]
-        request = self._resume(key)
-        try:
-            if request is not None:
-                self._send(request, fingerprint)
-        except EngineUnavailableError:
-            return False
-        except RayLMError as error:
-            self._fail([key], error)
-        timer.cancel()
-        del self._waiting[key]
-        return request is not None
+    def _resend(self, prompt: RoutedPrompt) -> bool:
+        if not prompt.finished:
+            try:
+                self._send(prompt)
+            except EngineUnavailableError:
+                return False
+            except RayLMError as error:
+                prompt.fail(error)
+        self._no_longer_waits(prompt)
+        return not prompt.finished
 
-    def _give_up(self, key: int, error: RayLMError) -> None:
-        self._fail([key], error)
-        self.forget(key)
+    def _no_longer_waits(self, prompt: RoutedPrompt) -> None:
+        if prompt.timer is not None:
+            prompt.timer.cancel()
+            prompt.timer = None
+        del self._waiting[prompt]
+
+    def _give_up(self, prompt: RoutedPrompt, error: RayLMError) -> None:
+        prompt.fail(error)
+        self.forget(prompt)

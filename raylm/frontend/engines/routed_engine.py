@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import asyncio
+from abc import ABC, abstractmethod
 from collections import deque
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 from statistics import median_low
 
 from raylm.engine import ChainedHasher, keys_of, unpack_keys
+from raylm.errors import RayLMError
 from raylm.frontend.engines.engine_client import EngineClient
 from raylm.frontend.engines.others_load import OthersLoad
 from raylm.frontend.timelines.record import Score
@@ -115,7 +117,7 @@ class Route:
 
     ``uncached_tokens`` are the prompt tokens to compute there; they count until its first token. ``blocks`` are the
     blocks that the engine will then have. ``scores`` are the scores of all compared engines; empty if there was no
-    choice or nobody is told. ``since`` is the time at which the request was sent.
+    choice. ``since`` is the time at which the request was sent.
     """
 
     engine: RoutedEngine
@@ -124,6 +126,36 @@ class Route:
     blocks: Sequence[int] = ()
     scores: tuple[Score, ...] = ()
     since: float = 0.0
+
+
+@dataclass(slots=True, eq=False)
+class RoutedPrompt(ABC):
+    """What Router and Recovery know of one prompt.
+
+    The Router writes ``route``, the choice of the engine that serves the prompt, None while it waits for one. Recovery
+    writes ``crashes``, the engines in a row that crashed while they ran the prompt, and for a waiting prompt
+    ``fingerprint``, of the engines that can continue it ("" means all), and ``timer``. A prompt is ``finished`` when
+    all its sequences have ended, or with an error.
+    """
+
+    request: EngineCoreRequest
+    route: Route | None = field(default=None, init=False)
+    crashes: int = field(default=0, init=False)
+    fingerprint: str = field(default="", init=False)
+    timer: asyncio.TimerHandle | None = field(default=None, init=False)
+    finished: bool = field(default=False, init=False)
+
+    @abstractmethod
+    def on_sent(self, route: Route) -> None:
+        """Note that the prompt was sent to an engine, the first time or after an engine was lost."""
+
+    @abstractmethod
+    def resumed(self) -> EngineCoreRequest:
+        """The request in the form in which another engine continues it."""
+
+    @abstractmethod
+    def fail(self, error: RayLMError) -> None:
+        """End the prompt with an error. Does nothing if it is finished."""
 
 
 @dataclass(slots=True, eq=False)

@@ -7,19 +7,19 @@ import hashlib
 import logging
 import random
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from contextlib import suppress
 from dataclasses import replace
-from itertools import repeat
+from typing import Generic, TypeVar
 
 from raylm.errors import EngineCrashedError, EngineDiedError, EngineUnavailableError, RayLMError
 from raylm.frontend.engines.adapters import AdapterDirectory
 from raylm.frontend.engines.branches import Branches
 from raylm.frontend.engines.engine_client import EngineClient
 from raylm.frontend.engines.others_load import distances
-from raylm.frontend.engines.recovery import Fail, Recovery, Resume
+from raylm.frontend.engines.recovery import Recovery
 from raylm.frontend.engines.rendezvous import Rendezvous
-from raylm.frontend.engines.routed_engine import PromptBlocks, Route, RoutedEngine, speeds
+from raylm.frontend.engines.routed_engine import PromptBlocks, Route, RoutedEngine, RoutedPrompt, speeds
 from raylm.frontend.input_processor import Limits
 from raylm.frontend.timelines.record import Score
 from raylm.messages import EngineCoreOutputs, EngineCoreRequest, EngineStats
@@ -28,52 +28,56 @@ from raylm.stages import about
 logger = logging.getLogger("raylm.frontend")
 
 WAKE_PERIOD_S = 1.0
+_NO_ENGINE = "No engine is ready; try again shortly."
+_NO_SUCH_ENGINE = "No ready engine can continue this request."
 ABOUT_EQUAL = 0.02  # relative difference of predictions that are treated as equal
 
-Deliver = Callable[[EngineCoreOutputs], list[tuple[int, int]]]
+P = TypeVar("P", bound=RoutedPrompt)
 Choice = tuple[int, list[float]]
 """Index of the best engine, and the cost of each, lower is better."""
-OnSent = Callable[[int, str, tuple[Score, ...]], None]
 
 
-class Router:
-    """Routes requests. ``deliver`` takes every output and returns sequences to stop; ``fail`` ends requests.
+class Router(Generic[P]):
+    """Routes prompts to engines, and owns all prompts that were sent until they ``leave``.
 
-    A request whose engine is lost continues on another engine: ``resume`` returns it with its tokens. Without another
-    engine it waits at most ``recovery_timeout_s``. ``wake`` is called repeatedly while requests wait and there is no
-    engine, and while they are on an engine that is about to end; without ``wake`` new requests do not wait. ``on_sent``
-    is called with the engine of each request and the scores of all engines. Routers of different ``rank`` prefer
-    different engines where other clients use them too.
+    ``deliver`` takes these prompts by their keys and an engine's outputs, and returns the sequences to stop.
+    A prompt whose engine is lost continues on another engine. Without another engine it waits at most
+    ``recovery_timeout_s``. ``wake`` is called repeatedly while prompts wait and there is no engine, and while they are
+    on an engine that is about to end; without ``wake`` new prompts do not wait. Routers of different ``rank`` prefer
+    different engines where other clients use them too. With ``explains`` a route has the scores of all engines.
     """
 
     def __init__(
         self,
-        deliver: Deliver,
-        fail: Fail,
-        resume: Resume,
+        deliver: Callable[[Mapping[int, P], EngineCoreOutputs], list[tuple[int, int]]],
         recovery_timeout_s: float = 0.0,
         clock: Callable[[], float] = time.time,
         wake: Callable[[], None] | None = None,
         rng: random.Random | None = None,
-        on_sent: OnSent | None = None,
         rank: int = 0,
+        explains: bool = True,
     ) -> None:
-        self._on_sent = on_sent
+        self._deliver = deliver
+        self._explains = explains
         self._rank = rank
         self._rendezvous = Rendezvous()
         self._branches = Branches()
         self._engines: dict[str, RoutedEngine] = {}
-        self._routes: dict[int, Route] = {}  # of the requests on engines, by key
-        self._recovery = Recovery(resume, self._send_again, fail, recovery_timeout_s)
+        self._prompts: dict[int, P] = {}  # by the key of their request
+        self._recovery = Recovery(self._send_again, recovery_timeout_s)
         self._recovery_timeout_s = recovery_timeout_s
         self._clock = clock
         self._wake = wake
         self._rng = rng or random.Random()
-        self._deliver = deliver
         self._engine_came = asyncio.Event()
         self._had_engines = False
         self._closing: set[asyncio.Task[None]] = set()
         self.adapters = AdapterDirectory()
+
+    @property
+    def num_prompts(self) -> int:
+        """The number of prompts that were sent and have not left."""
+        return len(self._prompts)
 
     @property
     def is_ready(self) -> bool:
@@ -152,45 +156,48 @@ class Router:
         self._recovery.close(out_of_service)
         await asyncio.gather(*self._closing)
 
-    def send(self, request: EngineCoreRequest, route: Route | None) -> None:
-        """Send a request to the chosen engine. Call ``leave`` when it has ended.
+    def send(self, prompt: P, route: Route | None) -> None:
+        """Send a prompt to the chosen engine. Call ``leave`` when it has ended.
 
-        Without a route it waits, like requests whose engine was lost.
+        Without a route it waits, like prompts whose engine was lost.
         """
+        self._prompts[prompt.request.key] = prompt
         if route is None:
-            unavailable = EngineUnavailableError("No engine is ready; try again shortly.")
-            self._recovery.take([request.key], "", unavailable)
-            return
-        engine, route.since = route.engine, self._clock()
-        engine.begin(request.key, route)
-        self._routes[request.key] = route
-        if self._on_sent is not None:
-            self._on_sent(request.key, engine.client.info.engine_id, route.scores)
-        engine.client.add(replace(request, uncached_tokens=route.uncached_tokens) if route.blocks else request)
-
-    def send_when_able(self, request: EngineCoreRequest, fingerprint: str = "") -> None:
-        """Send a request when an engine is ready, of this ``fingerprint`` if one is given."""
-        try:
-            route = self.pick(request, fingerprint or None)
-        except EngineUnavailableError as error:
-            self._recovery.take([request.key], fingerprint, error)
+            self._recovery.take([prompt], "", EngineUnavailableError(_NO_ENGINE))
         else:
-            self.send(request, route)
+            self._send(prompt, prompt.request, route)
 
-    def leave(self, key: int, *, abort: bool) -> None:
-        """Forget a request that has ended. With ``abort`` its engine may still run it, and is told to abort it."""
-        self._recovery.forget(key)
-        if (route := self._routes.pop(key, None)) is not None:
-            engine = route.engine
+    def go_on(self, prompt: P, fingerprint: str = "") -> None:
+        """Send a prompt with its tokens when an engine is ready, of this ``fingerprint`` if one is given."""
+        self._prompts[prompt.request.key] = prompt
+        self._recovery.take(
+            [prompt], fingerprint, EngineUnavailableError(_NO_SUCH_ENGINE if self._engines else _NO_ENGINE)
+        )
+
+    def leave(self, prompt: P, *, abort: bool) -> None:
+        """Forget a prompt that has ended. With ``abort`` its engine may still run it, and is asked to abort it."""
+        key, route = prompt.request.key, prompt.route
+        self._prompts.pop(key, None)
+        self._recovery.forget(prompt)
+        if route is not None:
+            prompt.route, engine = None, route.engine
             engine.end(key, None if abort else self._clock())
             if abort:
                 engine.client.abort([key])
             if engine.client.draining and not engine.open:
                 self._on_engines()
 
-    def _send_again(self, request: EngineCoreRequest, fingerprint: str) -> None:
-        """Send a request again. With tokens, it needs an engine of the same fingerprint."""
-        self.send(request, self.pick(request, fingerprint if any(request.drawn) else None))
+    def _send_again(self, prompt: RoutedPrompt) -> None:
+        """Send a waiting prompt. With tokens, it needs an engine of the fingerprint of the engine that drew them."""
+        request = prompt.resumed()
+        self._send(prompt, request, self.pick(request, prompt.fingerprint if any(request.drawn) else None))
+
+    def _send(self, prompt: RoutedPrompt, request: EngineCoreRequest, route: Route) -> None:
+        engine, route.since = route.engine, self._clock()
+        engine.begin(request.key, route)
+        prompt.route = route
+        prompt.on_sent(route)
+        engine.client.add(replace(request, uncached_tokens=route.uncached_tokens) if route.blocks else request)
 
     def pick(self, request: EngineCoreRequest, fingerprint: str | None = None) -> Route:
         """Choose the engine with the lowest predicted cost for this request and others, at random among equals.
@@ -207,8 +214,8 @@ class Router:
         place, costs = self.choose(prompt, engines, uncached)
         engine, now = engines[place], self._clock()
         blocks = () if engine.blocks.told is None else self._blocks(prompt, engine)
-        told = None if self._on_sent is None else map(_score, engines, costs, uncached, repeat(now))
-        return Route(engine, request.params.n, uncached[place], blocks, tuple(told or ()))
+        scored = zip(engines, costs, uncached, strict=True) if self._explains else ()
+        return Route(engine, request.params.n, uncached[place], blocks, tuple([_score(*one, now) for one in scored]))
 
     def choose(self, prompt: PromptBlocks, engines: list[RoutedEngine], uncached: list[int]) -> Choice:
         """Choose among two or more engines. ``uncached`` has the prompt tokens that each would have to compute."""
@@ -231,7 +238,7 @@ class Router:
         if fingerprint is not None:
             engines = [engine for engine in engines if engine.client.info.worker.fingerprint == fingerprint]
         if not engines:
-            raise EngineUnavailableError("No ready engine can continue this request.")
+            raise EngineUnavailableError(_NO_SUCH_ENGINE)
         lasting = [engine for engine in engines if not engine.client.draining]
         if not lasting and self._wake is not None:
             self._wake()
@@ -292,10 +299,10 @@ class Router:
                 if outputs.adapters is not None:
                     self.adapters.on_report(engine.client, outputs.adapters)
                     self._on_engines()
-                if self._recovery.watches:
-                    self._recovery.on_tokens(outputs.keys)
-                if stops := self._deliver(outputs):
+                if stops := self._deliver(self._prompts, outputs):
                     engine.client.stop(stops)
+                if self._recovery.on_trial is not None:
+                    self._recovery.check_trial()
                 if outputs.draining and not engine.client.draining:
                     engine.client.draining = True
                     self._on_engines()
@@ -352,13 +359,13 @@ class Router:
             del self._engines[engine_id]
             self._spread()
             self.adapters.leave(engine_id)
-        keys = list(engine.open)
-        for key in keys:
-            del self._routes[key]
+        prompts = [self._prompts[key] for key in engine.open]
+        for prompt in prompts:
+            prompt.route = None
         if crashed:
-            self._recovery.suspect(keys)
-        self._recovery.take(keys, engine.client.info.worker.fingerprint, error)
-        if keys and not self._engines and self._wake is not None:
+            self._recovery.suspect(prompts)
+        self._recovery.take(prompts, engine.client.info.worker.fingerprint, error)
+        if prompts and not self._engines and self._wake is not None:
             self._wake()
 
     def _spread(self) -> None:
@@ -373,7 +380,7 @@ class Router:
 
     def _check_ready(self) -> None:
         if not self._engines:
-            raise EngineUnavailableError("No engine is ready; try again shortly.")
+            raise EngineUnavailableError(_NO_ENGINE)
 
 
 def _score(engine: RoutedEngine, cost: float, uncached_tokens: int, now: float) -> Score:

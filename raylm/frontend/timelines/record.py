@@ -26,7 +26,7 @@ Routing = tuple[float, str, list[Score]]
 class Part:
     """One prompt of a request. ``marks`` are the phases that began here, ``events`` come from the engine.
 
-    Belongs to the event loop of its AsyncLLM. ``drawn`` has the token ids of each sequence; OutputProcessor writes it.
+    Belongs to the event loop of its AsyncLLM. ``drawn`` has the token ids of each sequence; PromptState writes it.
     """
 
     __slots__ = (
@@ -120,7 +120,7 @@ class Record:
 
     ``key`` is the name of its API key, ``trace`` the caller's traceparent and tracestate. ``blocked_s`` are the seconds
     in which the client, or the proxy before it, did not accept written bytes. ``cancel`` ends the request with an
-    error; offline it is None before a prompt began.
+    error; it is None offline.
     """
 
     __slots__ = (

@@ -18,8 +18,6 @@ from raylm.errors import RayLMError
 from raylm.frontend.timelines.describe import Raw, summary
 from raylm.frontend.timelines.record import Clock, Part, Record
 
-Cancel = Callable[[RayLMError], None]
-
 _COMPRESSED_FROM = 2**14  # bytes; the JSON of a request of thousands of prompts is compressed to an eighth
 
 
@@ -104,14 +102,12 @@ class Timelines:
         self._close(record)
 
     @contextmanager
-    def part(self, current: Record | None, request_id: str, model: str, cancel: Cancel) -> Iterator[Part]:
+    def part(self, current: Record | None, request_id: str, model: str) -> Iterator[Part]:
         """Add a part for a prompt to the ``current`` record. Without a record, as in offline use, open one."""
         record = current or Record(request_id, "", "offline", self.clock)
         if current is None:
             self.begin(record)
         record.model = record.model or model
-        if record.cancel is None:
-            record.cancel = cancel
         part = Part(request_id, self.clock)
         record.parts.append(part)
         try:

@@ -14,8 +14,8 @@ from raylm.checkpoint import EMBEDDED
 from raylm.frontend.answers.answer_format import AnswerFormat, AnswerReader
 from raylm.frontend.answers.reasoning_parsers import REASONING_PARSERS
 from raylm.frontend.answers.tool_calls import TOOL_PARSERS
-from raylm.frontend.output_processor import OutputProcessor
 from raylm.frontend.outputs import CompletionDelta, TokenLogprob
+from raylm.frontend.prompt_state import PromptState, process
 from raylm.frontend.telemetry import Telemetry
 from raylm.frontend.text.tokenizer import Tokenizer
 from raylm.messages import EngineCoreRequest, Thinking
@@ -52,9 +52,8 @@ async def read(
     """The parts of an answer in order, and the tokens of its text; a batch of each size comes, and is read or not."""
     drawn = TOKENIZER.encode_now(said, add_special_tokens=False) + ([EOS] if reason == "stop" else [])
     params = SamplingParams(logprobs=0, skip_special_tokens=False, stop=("END",))
-    processor = OutputProcessor(TOKENIZER, Telemetry("m", dict))
     request = EngineCoreRequest(key=1, request_id="r", prompt_token_ids=[5], params=params, arrival_time=0.0)
-    opened = processor.open(request, form_of(parser))
+    opened = PromptState(request, TOKENIZER, Telemetry("m", dict), form_of(parser))
     parts: list[Part] = []
     tokens: list[int] = []
     at = place = 0
@@ -62,7 +61,7 @@ async def read(
         ids = drawn[at : at + sizes[place % len(sizes)]]
         at += len(ids)
         ended = reason if at == len(drawn) else None
-        processor.process(batch((1, 0, ids, ended), logprobs=logprobs(ids, 0)))
+        process({1: opened}, batch((1, 0, ids, ended), logprobs=logprobs(ids, 0)))
         if opened.finished or reads[place % len(reads)]:
             for delta in (await opened.get()).deltas:
                 add(parts, delta)

@@ -10,6 +10,7 @@ import pytest
 from raylm.errors import EngineUnavailableError, InvalidRequestError, ModelNotFoundError, NotFoundError
 from raylm.frontend.engines.adapters import AdapterDirectory
 from raylm.frontend.engines.router import Router
+from raylm.frontend.prompt_state import process
 from raylm.frontend.state.application_state import ApplicationState
 from raylm.frontend.state.client import LocalState, StateClient
 from raylm.messages import LoRAAdapter
@@ -105,7 +106,7 @@ async def test_nothing_is_loaded_without_an_engine() -> None:
 
 
 async def test_a_request_goes_to_an_engine_that_has_its_adapter() -> None:
-    router = Router(lambda outputs: [], lambda keys, error: None, lambda key: None)
+    router = Router(process)
     a, b = PlayedEngine("a"), PlayedEngine("b")
     for engine in (a, b):
         router.add(engine)

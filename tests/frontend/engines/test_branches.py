@@ -9,6 +9,7 @@ import pytest
 from raylm.engine import pack_keys
 from raylm.frontend.engines.branches import Branches
 from raylm.frontend.engines.router import Router
+from raylm.frontend.prompt_state import process
 from raylm.messages import BlockChanges, EngineStats, OtherClients
 from tests.engine.build import request
 from tests.frontend.engines.test_router import fleet, hashes, pick, read, told
@@ -19,7 +20,7 @@ CHAT = [*SYSTEM, *[2] * 512]
 
 @pytest.fixture
 def router() -> Router:
-    return Router(lambda outputs: [], lambda keys, error: None, lambda key: None)
+    return Router(process)
 
 
 def place(router: Router, prompt: list[int]) -> str:

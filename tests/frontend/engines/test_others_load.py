@@ -11,6 +11,7 @@ import pytest
 from raylm.frontend.engines.others_load import OthersLoad, distances
 from raylm.frontend.engines.routed_engine import Route, RoutedEngine
 from raylm.frontend.engines.router import Router
+from raylm.frontend.prompt_state import process
 from raylm.messages import EngineCoreOutputs, EngineStats, OtherClients
 from tests.engine.build import request
 from tests.frontend.played_engine import PlayedEngine
@@ -109,9 +110,7 @@ async def test_routers_prefer_different_engines_where_others_use_them(ingresses:
     preferred: dict[float, list[set[str]]] = {0.0: [], 2.0: []}
     for rank in range(ingresses):
         now = [100.0]
-        router = Router(
-            lambda outputs: [], lambda keys, error: None, lambda key: None, clock=lambda now=now: now[0], rank=rank
-        )
+        router = Router(process, clock=lambda now=now: now[0], rank=rank)
         for name in "cabdhgfe":
             router.add(PlayedEngine(name, max_model_len=10_000))
 

@@ -13,10 +13,12 @@ from raylm.engine import ChainedHasher, pack_keys
 from raylm.frontend.engines.others_load import OthersLoad
 from raylm.frontend.engines.rendezvous import Rendezvous
 from raylm.frontend.engines.router import Router
+from raylm.frontend.prompt_state import process
 from raylm.messages import BlockChanges, EngineStats, OtherClients
 from tests.engine.build import request
 from tests.frontend.engines.test_router import BLOCK, read
 from tests.frontend.played_engine import PlayedEngine
+from tests.frontend.prompts import prompt_of
 
 SYSTEM = [1] * 4 * BLOCK
 STALE_S = 2.0
@@ -24,7 +26,7 @@ STALE_S = 2.0
 
 async def ingress(rank: int, names: str = "abcdefgh", told: OtherClients | None = None) -> Router:
     """With news of ``STALE_S`` ago: all engines hold SYSTEM, and others have a request on each of them."""
-    router = Router(lambda outputs: [], lambda keys, error: None, lambda key: None, rank=rank)
+    router = Router(process, rank=rank)
     hasher, held = ChainedHasher(BLOCK), list[bytes]()
     hasher.extend(held, hasher.root("", None), SYSTEM, len(SYSTEM) // BLOCK)
     stats = EngineStats(running=1, places=63, step_s=0.01, token_s=1e-4, others=told or OtherClients(0, 1))
@@ -76,7 +78,7 @@ async def test_what_only_this_process_has_just_sent_teaches_nothing() -> None:
     prompt, found = [7] * 2000, []
     for key in range(20):
         asked = request(prompt, key=key)
-        router.send(asked, router.pick(asked))
+        router.send(prompt_of(asked), router.pick(asked))
         found.append(router._rendezvous.found)
     assert found[0] < 1.0, "nobody held the first one"
     assert set(found) == {found[0]}

@@ -16,17 +16,20 @@ from raylm.engine.block_hashes import ChainedHasher, pack_keys
 from raylm.errors import EngineUnavailableError
 from raylm.frontend.engines.routed_engine import PromptBlocks
 from raylm.frontend.engines.router import Router
+from raylm.frontend.prompt_state import PromptState, process
 from raylm.messages import BlockChanges, EngineStats, LoRAAdapter, OtherClients
 from tests.engine.build import request
 from tests.frontend.played_engine import PlayedEngine
+from tests.frontend.prompts import prompt_of
 
 BLOCK = 16
 KEYS = count()
+SENT: dict[int, PromptState] = {}  # by ``pick``
 
 
 @pytest.fixture
 def router() -> Router:
-    return Router(lambda outputs: [], lambda keys, error: None, lambda key: None)
+    return Router(process)
 
 
 async def fleet(router: Router, names: str = "ab", *, tells: bool = True) -> dict[str, PlayedEngine]:
@@ -62,7 +65,8 @@ def pick(router: Router, prompt: list[int], salt: str | None = None) -> str:
     """Pick, and keep the request open."""
     asked = request(prompt, next(KEYS), salt=salt)
     route = router.pick(asked)
-    router.send(asked, route)
+    SENT[asked.key] = prompt_of(asked)
+    router.send(SENT[asked.key], route)
     return route.engine.client.info.engine_id
 
 
@@ -98,7 +102,7 @@ async def test_sequences_of_a_request_count(router: Router) -> None:
     await fleet(router)
     many = request([1], next(KEYS), n=8)
     route = router.pick(many)
-    router.send(many, route)
+    router.send(prompt_of(many), route)
     busy = route.engine.client.info.engine_id
     assert picks(router, [2]) == {"a", "b"} - {busy}
     await router.close()
@@ -180,11 +184,11 @@ async def test_own_decisions_count_before_the_engine_has_told_of_them(router: Ro
     engines[home].say((key, 0, [5], None), **told(1, stored=hashes(prompt)))
     await read()
     assert router.pick(request([*prompt, 2])).uncached_tokens < 20
-    router.leave(key, abort=True)
+    router.leave(SENT[key], abort=True)
     engines[home].say(**told(2, removed=hashes(prompt)))
     await read()
     for added in engines[home].added[1:]:
-        router.leave(added.key, abort=True)
+        router.leave(SENT[added.key], abort=True)
     assert router.pick(request([*prompt, 2])).uncached_tokens == 2001, "what is gone is not believed any longer"
     await router.close()
 

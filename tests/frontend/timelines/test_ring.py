@@ -10,17 +10,13 @@ from itertools import count
 import orjson
 import pytest
 
-from raylm.errors import OverloadedError, RayLMError
+from raylm.errors import OverloadedError
 from raylm.frontend.timelines.describe import timeline
 from raylm.frontend.timelines.record import MAX_EVENTS, Part, Record
 from raylm.frontend.timelines.ring import Filter, Timelines
 from tests.frontend.noted import noted
 
 ALL = Filter(owner=None, limit=100_000)
-
-
-def never(error: RayLMError) -> None:
-    raise AssertionError("nothing is to be ended")
 
 
 def ticking() -> Callable[[], float]:
@@ -44,7 +40,7 @@ def test_the_newest_are_kept() -> None:
 def test_the_bytes_are_bounded() -> None:
     timelines = Timelines(max_bytes=100_000)
     for number in range(1000):
-        with noted(timelines, str(number), "", "/") as record, timelines.part(record, "p", "m", never) as part:
+        with noted(timelines, str(number), "", "/") as record, timelines.part(record, "p", "m") as part:
             for _ in range(10):
                 part.note((1, 0, "preempted", 1.0, 1, 1, "x" * 100))
     kept = [timelines.find(name, None) for name in ids(timelines)]
@@ -56,7 +52,7 @@ def test_the_record_of_a_request_with_thousands_of_prompts_is_found_whole_and_ke
     timelines = Timelines(clock=ticking())
     with noted(timelines, "many", "", "/v1/embeddings") as record:
         for number in range(2048):
-            with timelines.part(record, f"embd-{number}", "m", never) as part:
+            with timelines.part(record, f"embd-{number}", "m") as part:
                 part.note((1, 0, "ended", 1.0, 1, 1, ""))
     expected = orjson.dumps(record.raw("ingress"))
     assert timelines.find("many", None) == expected
@@ -73,7 +69,7 @@ def test_events_of_a_part_are_bounded() -> None:
 def test_a_request_lasts_as_long_as_its_prompts() -> None:
     timelines = Timelines(clock=ticking())
     with noted(timelines, "a", "", "/") as record:
-        running = timelines.part(record, "p", "m", never)
+        running = timelines.part(record, "p", "m")
         running.__enter__()
     assert ids(timelines, Filter(owner=None, state="in_flight")) == ["a"]
     running.__exit__(None, None, None)
@@ -85,7 +81,7 @@ def test_without_a_request_a_prompt_is_one() -> None:
     timelines = Timelines()
 
     def refused() -> None:
-        with timelines.part(None, "p", "m", never):
+        with timelines.part(None, "p", "m"):
             assert ids(timelines) == ["p"]
             raise OverloadedError("full")
 
@@ -99,7 +95,7 @@ async def test_prompts_belong_to_their_request() -> None:
     timelines = Timelines()
 
     async def work(record: Record, name: str) -> None:
-        with timelines.part(record, name, "m", never):
+        with timelines.part(record, name, "m"):
             await asyncio.sleep(0)
 
     with noted(timelines, "a", "", "/") as first, noted(timelines, "b", "", "/") as second:
@@ -134,7 +130,7 @@ def test_phases_add_up_by_a_clock_that_ticks() -> None:
     with noted(timelines, "a", "", "/") as record:
         for phase in ("body", "parse", "template"):
             record.mark(phase)
-        with timelines.part(record, "p", "m", never) as part:
+        with timelines.part(record, "p", "m") as part:
             for phase in ("tokenize", "route", "send"):
                 part.mark(phase)
             # The engine's clock is late by far: what it says happened between sending and the first token.
@@ -151,12 +147,12 @@ def test_a_request_is_told_once_and_whole_as_it_ends() -> None:
     told: list[Record] = []
     timelines = Timelines(on_end=told.append)
     with noted(timelines, "a", "alice", "/") as record:
-        running = timelines.part(record, "p", "m", never)
+        running = timelines.part(record, "p", "m")
         running.__enter__().prompt_tokens = 3
-        with timelines.part(record, "q", "m", never):
+        with timelines.part(record, "q", "m"):
             pass
     assert told == []
     running.__exit__(None, None, None)
-    with timelines.part(None, "offline", "m", never):
+    with timelines.part(None, "offline", "m"):
         pass
     assert [(record.id, record.key, len(record.parts)) for record in told] == [("a", "alice", 2), ("offline", "", 1)]
