@@ -54,12 +54,7 @@ def simulate(
 
     try:
         if check:
-            for path in check:
-                print(f"{path}: {sim.replay(path):,} steps were replayed with identical plans")
-            return
-        gc.collect()
-        gc.freeze()
-        gc.set_threshold(50_000, 5, 1_000_000)  # requests leave no reference cycles, and there may be a million
+            return _check(check)
         lived = None
         if recorded:
             said = {"FLEET.yaml": fleet_file, "--trace": trace, "--steps": steps, "--engines": engines}
@@ -67,22 +62,45 @@ def simulate(
             fleet, chosen = lived.fleet, sim.Replay(lived.trace)
         else:
             fleet = _fleet(fleet_file, engines, ingresses, steps or [])
-            ranges = {"prompt_tokens": token_range("prompt-tokens", prompt_tokens)}
-            ranges["output_tokens"] = token_range("output-tokens", output_tokens)
-            settings = {"requests": requests, "rate": rate, "keys": keys, "seed": seed} | ranges
+            settings = {
+                "requests": requests, "rate": rate, "keys": keys, "seed": seed,
+                "prompt_tokens": token_range("prompt-tokens", prompt_tokens),
+                "output_tokens": token_range("output-tokens", output_tokens),
+            }  # fmt: skip
             chosen = sim.Replay(sim.read_trace(trace, fleet.block_size)) if trace else _load(load, settings)
+        _collect_seldom()
         outcome = sim.simulate(fleet, chosen, seed)
         found = sim.figures(outcome, sim.Targets(ttft_target_ms, itl_target_ms))
-        print(sim.table(found))
-        if lived is not None:
-            print(sim.recorded_table(lived.figures))
-        if out is not None:
-            write_text("--json", out, json.dumps(found, indent=1) + "\n")
+        _print(found, lived, out)
         if plot is not None:
             sim.draw(outcome, plot)
     except ConfigError as error:
         print(f"raylm: {error.message}", file=sys.stderr)
         raise typer.Exit(2) from None
+
+
+def _print(found: dict[str, Any], lived: Any, out: Path | None) -> None:
+    from raylm import simulate as sim
+
+    print(sim.table(found))
+    if lived is not None:
+        print(sim.recorded_table(lived.figures))
+    if out is not None:
+        write_text("--json", out, json.dumps(found, indent=1) + "\n")
+
+
+def _check(recordings: list[Path]) -> None:
+    from raylm import simulate as sim
+
+    for path in recordings:
+        print(f"{path}: {sim.replay(path):,} steps were replayed with identical plans")
+
+
+def _collect_seldom() -> None:
+    """Collect garbage seldom: requests leave no reference cycles, and there may be a million."""
+    gc.collect()
+    gc.freeze()
+    gc.set_threshold(50_000, 5, 1_000_000)
 
 
 def _fleet(path: Path | None, engines: int | None, ingresses: int | None, recordings: list[Path]) -> Any:

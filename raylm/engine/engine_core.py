@@ -148,7 +148,7 @@ class EngineCore:
             requests = [replace(request, arrival_time=request.arrival_time + ahead_s) for request in requests]
         for request in requests:
             self._observe(client_id, request, "taken_in")
-            if not self._grammars.holds_back(client_id, request):
+            if request.grammar is None or not self._grammars.holds_back(client_id, request, request.grammar):
                 self._admit(client_id, request)
         self._tell_watchers(TELL_ADDED_S, but=client_id)
 

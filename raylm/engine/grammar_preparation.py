@@ -34,13 +34,12 @@ class GrammarPreparation:
     def __len__(self) -> int:
         return sum(map(len, self._waiting.values()))
 
-    def holds_back(self, client_id: str, request: EngineCoreRequest) -> bool:
-        """Hold the request back if its grammar is not ready. Returns whether it is held back.
+    def holds_back(self, client_id: str, request: EngineCoreRequest, grammar: str) -> bool:
+        """Hold the request back if its ``grammar`` is not ready. Returns whether it is held back.
 
         ``admit`` is called when the grammar is ready, ``fail`` if it cannot be compiled.
         """
-        grammar = request.grammar
-        if grammar is None or grammar in self._known:
+        if grammar in self._known:
             return False
         self._waiting.setdefault(grammar, {})[client_id, request.key] = request
         if self._running is None or self._running.done():

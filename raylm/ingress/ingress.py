@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import gc
 import logging
-from collections.abc import AsyncGenerator, Callable
+from collections.abc import AsyncGenerator, Callable, Coroutine, Iterable
 from contextlib import aclosing, suppress
 from typing import TYPE_CHECKING, Any, Literal
 
@@ -35,6 +35,8 @@ from raylm.ray_private import (
 from raylm.stages import Source, about, configure_logs, report
 
 if TYPE_CHECKING:
+    from ray.serve.context import ReplicaContext
+
     from raylm.frontend import AsyncLLM, RequestOutput, StateClient
     from raylm.ingress.handle_calls import HandleCalls
 
@@ -82,40 +84,16 @@ class Ingress:
         It ends when there is an engine. So an update takes away the old replicas, and with them what they serve, only
         when new ones can answer.
         """
-        from raylm.frontend import (  # building need not wait for them
-            Admission,
-            AsyncLLM,
-            Discovery,
-            RemoteState,
-            StateClient,
-            check_observers,
-            current_id,
-            open_observers,
-        )
+        from raylm.frontend import RemoteState, StateClient  # building need not wait for the imports here
         from raylm.ingress.handle_calls import HandleCalls
         from raylm.ingress.http.entrance import ENTRANCE
-        from raylm.ingress.http.haproxy_start import lacking_variables
         from raylm.ingress.http.hosts import is_loopback
         from raylm.ingress.routes import Surroundings, build_asgi_app
 
         context = serve.get_replica_context()
-        bounds, app_name = self._config.ingress, context.app_name
-        admission = Admission(bounds.max_queued_requests, bounds.max_queued_tokens)
-        configure_logs(self._config.log_format, Source("ingress", app_name), current_id)
-        try:
-            check_observers(self._config)
-            wake = self._engine_wanted.set if self._config.engine.scales_to_zero else None
-            self._llm = AsyncLLM(self._config, admission, bounds.recovery_timeout_s, wake, context.rank.rank)
-        except ConfigError as error:
-            report("error", "chat", f"{app_name}: {error.message}")
-            raise
-        report("stage", "chat", f"{app_name}: {self._llm.chat_description}")
-        if lacking := lacking_variables():
-            report("stage", "limits", f"{app_name}: {lacking}")
-        link = RemoteState(app_name) if _is_shared(self._config) else None
-        self._state = StateClient(link, context.replica_tag)
-        self._llm.timelines.ingress = instance = context.replica_id.unique_id
-        self._llm.timelines.observers = open_observers(self._config, app_name, instance, self._llm.text_of)
+        app_name = context.app_name
+        self._llm = self._create_llm(context)
+        self._state = StateClient(RemoteState(app_name) if _is_shared(self._config) else None, context.replica_tag)
         app = build_asgi_app(
             self._llm,
             self._config,
@@ -132,9 +110,40 @@ class Ingress:
                 on_loopback=is_loopback(await asyncio.to_thread(listening_host)),
             ),
         )
-        self._state.start()
         self._requests, self._desk = app.state.requests, app.state.desk
         self._calls = HandleCalls(self._llm, self._config, self._requests)
+        self._start(app_name, app.state.jobs)
+        if not self._config.engine.scales_to_zero:
+            await self._llm.until_engine()
+        ENTRANCE.open(app, route_prefix())
+        return app
+
+    def _create_llm(self, context: ReplicaContext) -> AsyncLLM:
+        from raylm.frontend import Admission, AsyncLLM, check_observers, current_id, open_observers
+        from raylm.ingress.http.haproxy_start import lacking_variables
+
+        bounds, app_name = self._config.ingress, context.app_name
+        admission = Admission(bounds.max_queued_requests, bounds.max_queued_tokens)
+        configure_logs(self._config.log_format, Source("ingress", app_name), current_id)
+        try:
+            check_observers(self._config)
+            wake = self._engine_wanted.set if self._config.engine.scales_to_zero else None
+            llm = AsyncLLM(self._config, admission, bounds.recovery_timeout_s, wake, context.rank.rank)
+        except ConfigError as error:
+            report("error", "chat", f"{app_name}: {error.message}")
+            raise
+        report("stage", "chat", f"{app_name}: {llm.chat_description}")
+        if lacking := lacking_variables():
+            report("stage", "limits", f"{app_name}: {lacking}")
+        llm.timelines.ingress = instance = context.replica_id.unique_id
+        llm.timelines.observers = open_observers(self._config, app_name, instance, llm.text_of)
+        return llm
+
+    def _start(self, app_name: str, jobs: Iterable[Callable[[], Coroutine[Any, Any, None]]]) -> None:
+        """Start the tasks that outlive every request."""
+        from raylm.frontend import Discovery
+
+        self._state.start()
         gc.collect()
         gc.freeze()  # libraries and tokenizer: walking through them would stop the loop for tens of milliseconds
         self._tasks = (
@@ -143,7 +152,7 @@ class Ingress:
             asyncio.create_task(self._start_engines_when_wanted()),
             asyncio.create_task(self._watch_nodes()),
             asyncio.create_task(RayMetrics(app_name, self._state.series_for_all).run()),
-            *(asyncio.create_task(job()) for job in app.state.jobs),
+            *(asyncio.create_task(job()) for job in jobs),
         )
         loop = asyncio.get_running_loop()
 
@@ -153,10 +162,6 @@ class Ingress:
             return stopping
 
         self._leave = leave
-        if not self._config.engine.scales_to_zero:
-            await self._llm.until_engine()
-        ENTRANCE.open(app, route_prefix())
-        return app
 
     async def generate(
         self, prompt: str | list[int], params: SamplingParams | None = None, **fields: Any

@@ -85,6 +85,33 @@ class Surroundings:
     on_loopback: bool = False
 
 
+@dataclass(frozen=True)
+class _PostRoutes:
+    """Makes the routes for POST. They share the replica's Requests, BodyReader and queue."""
+
+    incoming: IncomingFields
+    requests: Requests
+    bodies: BodyReader
+    queue: Admission
+
+    def __call__(
+        self,
+        path: str,
+        body: type[B],
+        handler: Callable[[B, Request], Awaitable[Answer]] | Callable[[B, Request, Posted], Awaitable[Answer]],
+        *,
+        queued: bool = True,
+        keep_alive: bytes = b"",
+        for_admins: bool = False,
+        resumable: bool = False,
+    ) -> Route:
+        queue = self.queue if queued else Admission()
+        endpoint = JSONEndpoint(
+            body, handler, self.incoming, self.requests, self.bodies, queue, keep_alive, for_admins, resumable
+        )
+        return Route(path, endpoint, methods=["POST"])
+
+
 def build_asgi_app(
     async_llm: AsyncLLM,
     config: Config,
@@ -101,30 +128,17 @@ def build_asgi_app(
     """
     http_metrics, state = HTTPMetrics(async_llm, config), surroundings.state or StateClient()
     state.share(lambda: (*async_llm.metrics(), *http_metrics.collect()), async_llm.adapters)
-    unqueued, bounds = Admission(), config.ingress
+    bounds = config.ingress
     requests = Requests(bounds.max_ongoing_requests, async_llm.timelines, state)
     bodies = BodyReader(int(bounds.max_body_mib * 2**20), bounds.max_ongoing_requests, bounds.body_timeout_s)
     incoming = (KnownFields if config.ingress.unknown_fields == "warn" else IncomingFields)(async_llm)
+    post = _PostRoutes(incoming, requests, bodies, async_llm.admission)
     stream_ids = StreamIds(surroundings.secret)
     chat, adapters = ChatCompletions(async_llm, config, stream_ids), Adapters(async_llm)
     store = open_store(shared_actors or {}, config.ingress.store, surroundings.application)
     responses = CreateResponse(async_llm, chat, store, requests, surroundings.secret)
     desk = Desk(async_llm, requests, surroundings.node)
     peers = surroundings.create_peers(desk)
-
-    def post(
-        path: str,
-        body: type[B],
-        handler: Callable[[B, Request], Awaitable[Answer]] | Callable[[B, Request, Posted], Awaitable[Answer]],
-        admission: Admission | None = None,
-        *,
-        keep_alive: bytes = b"",
-        for_admins: bool = False,
-        resumable: bool = False,
-    ) -> Route:
-        queue = async_llm.admission if admission is None else admission
-        endpoint = JSONEndpoint(body, handler, incoming, requests, bodies, queue, keep_alive, for_admins, resumable)
-        return Route(path, endpoint, methods=["POST"])
 
     routes = [
         post("/v1/chat/completions", ChatCompletionRequest, chat, resumable=True),
@@ -139,8 +153,8 @@ def build_asgi_app(
         *(post(path, RerankRequest, Rerank(async_llm, config)) for path in ("/rerank", "/v1/rerank", "/v2/rerank")),
         post("/tokenize", TokenizeRequest, Tokenize(async_llm)),
         post("/detokenize", DetokenizeRequest, Detokenize(async_llm)),
-        post("/v1/load_lora_adapter", LoadAdapterRequest, adapters.load, unqueued, for_admins=True),
-        post("/v1/unload_lora_adapter", UnloadAdapterRequest, adapters.unload, unqueued, for_admins=True),
+        post("/v1/load_lora_adapter", LoadAdapterRequest, adapters.load, queued=False, for_admins=True),
+        post("/v1/unload_lora_adapter", UnloadAdapterRequest, adapters.unload, queued=False, for_admins=True),
         *model_routes(async_llm, config, requests),
         *ops_routes(async_llm, requests, state),
         *request_routes(peers),
