@@ -14,7 +14,7 @@ from ray.serve.config import AutoscalingConfig, AutoscalingPolicy
 
 from raylm import checkpoint
 from raylm.config import Config, EngineConfig, ReplicaRange, faults
-from raylm.engine import SUPERVISOR_CPUS, Engine, EnginePolicy, Targets, drain_limit_s, placement_bundles
+from raylm.engine import SUPERVISOR_CPUS, Engine, EnginePolicy, ScalingTargets, drain_limit_s, placement_bundles
 from raylm.errors import ConfigError
 from raylm.frontend import check_observers
 from raylm.ingress import SHARED_ACTORS, Ingress, read_keys
@@ -81,7 +81,7 @@ def _number(engine: EngineConfig) -> dict[str, Any]:
     if not isinstance(engine.replicas, ReplicaRange):
         return {"num_replicas": engine.replicas}
     least, most, itl_ms = engine.replicas.min, engine.replicas.max, engine.replicas.target_itl_ms
-    targets = Targets(least, most, engine.replicas.target_ttft_s, None if itl_ms is None else itl_ms / 1000)
+    targets = ScalingTargets(least, most, engine.replicas.target_ttft_s, None if itl_ms is None else itl_ms / 1000)
     period_s = _LOAD_PERIOD_S if least else _WAITING_PERIOD_S
     autoscaling = AutoscalingConfig(
         min_replicas=least,

@@ -7,7 +7,7 @@ from raylm.bench.loops import open_loop as open_loop
 from raylm.bench.prompts import WORDS as WORDS
 from raylm.bench.prompts import PromptSettings as PromptSettings
 from raylm.bench.record import write_trace as write_trace
-from raylm.bench.report import Load as Load
+from raylm.bench.report import LoadResult as LoadResult
 from raylm.bench.report import draw as draw
 from raylm.bench.report import lines as lines
 from raylm.bench.report import table as table

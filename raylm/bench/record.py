@@ -7,11 +7,11 @@ from collections.abc import Iterable
 from pathlib import Path
 
 from raylm.bench.prompts import block_hashes
-from raylm.bench.report import Load
+from raylm.bench.report import LoadResult
 from raylm.errors import ConfigError
 
 
-def write_trace(path: Path, loads: Iterable[Load]) -> int:
+def write_trace(path: Path, loads: Iterable[LoadResult]) -> int:
     """Write all requests of all loads in the order of sending, in the format of raylm/simulate/trace.py.
 
     A failed request has the requested number of tokens, and its kind of error as ``finish``. Returns the number of

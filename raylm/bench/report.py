@@ -27,7 +27,7 @@ _LATE_S = 0.1
 
 
 @dataclass(frozen=True)
-class Load:
+class LoadResult:
     """The requests of one load, and its duration in seconds. ``late_s`` is the largest delay of sending."""
 
     name: str
@@ -115,7 +115,7 @@ def lines(found: dict[str, Any], targets: Targets) -> list[tuple[str, str]]:
     return list(rows.items())
 
 
-def draw(loads: Sequence[Load], path: Path) -> None:
+def draw(loads: Sequence[LoadResult], path: Path) -> None:
     """Plot the distributions of TTFT and ITL of each load.
 
     Raises:

@@ -14,7 +14,7 @@ from pydantic import Field
 
 from raylm.bench.loops import closed_loop, open_loop, poisson
 from raylm.bench.prompts import PromptSettings, Question, Scale, drawn, tools, traced, words
-from raylm.bench.report import Load
+from raylm.bench.report import LoadResult
 from raylm.client import Answer, Connection, ServerError, ask
 from raylm.config import Frozen
 from raylm.errors import ConfigError
@@ -98,7 +98,9 @@ class Bench:
 
         return [partial(one, question) for question in questions]
 
-    async def load(self, name: str, questions: Sequence[Question], concurrency: int | None, progress: Progress) -> Load:
+    async def load(
+        self, name: str, questions: Sequence[Question], concurrency: int | None, progress: Progress
+    ) -> LoadResult:
         """Run one load: a closed loop of ``concurrency``, or each question at its time."""
         asked: list[tuple[Question, Answer]] = []
         begun, late = time.perf_counter(), [0.0]
@@ -107,7 +109,7 @@ class Bench:
                 await closed_loop(self._asks(questions, asked), concurrency, ended)
             else:
                 _, late = await open_loop(self._asks(questions, asked), [one.at for one in questions], ended)
-        return Load(name, time.perf_counter() - begun, asked, max(late), self.scale)
+        return LoadResult(name, time.perf_counter() - begun, asked, max(late), self.scale)
 
 
 async def run_all(
@@ -116,7 +118,7 @@ async def run_all(
     prompts: PromptSettings,
     trace: Sequence[TraceLine],
     progress: Progress,
-    report: Callable[[Load], object],
+    report: Callable[[LoadResult], object],
 ) -> None:
     """Warm up, then run each load. ``report`` is called with each load that ends.
 

@@ -127,7 +127,7 @@ class _Plan:
         settings = checked_options(lambda: b.BenchSettings.model_validate(given | {"model": self.model or ""}))
         if drawn.tools and settings.endpoint != "chat":
             raise ConfigError("--tools needs --endpoint chat.")
-        loads: list[load_bench.Load] = []
+        loads: list[load_bench.LoadResult] = []
 
         async def ask() -> None:
             nonlocal settings
@@ -135,7 +135,7 @@ class _Plan:
                 settings = settings.model_copy(update={"model": self.model or await connection.first_model()})
                 await b.run_all(connection, settings, drawn, lines, _progress, report)
 
-        def report(load: load_bench.Load) -> None:
+        def report(load: load_bench.LoadResult) -> None:
             loads.append(load)
             _print(load, self.targets)
 
@@ -155,7 +155,7 @@ class _Plan:
         if self.plot is not None and find_spec("matplotlib") is None:
             raise ConfigError("--plot needs matplotlib: pip install matplotlib")
 
-    def _write(self, loads: list[load_bench.Load], asked: dict[str, Any]) -> None:
+    def _write(self, loads: list[load_bench.LoadResult], asked: dict[str, Any]) -> None:
         from raylm import bench as b
 
         if self.out is not None:
@@ -213,7 +213,7 @@ def _progress(name: str, total: int) -> Iterator[Callable[[], object]]:
         yield lambda: bar.advance(task)
 
 
-def _print(load: load_bench.Load, targets: load_bench.Targets) -> None:
+def _print(load: load_bench.LoadResult, targets: load_bench.Targets) -> None:
     from rich.console import Console
 
     from raylm import bench as b

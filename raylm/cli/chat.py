@@ -60,7 +60,7 @@ def chat(
                 kept = {name: value for name, value in given.items() if value is not None}
                 talk = Conversation(named, system, kept)
                 if sys.stdin.isatty():
-                    status = Terminal(runner, connection, talk, Console(highlight=False)).run()
+                    status = ChatSession(runner, connection, talk, Console(highlight=False)).run()
                 else:
                     status = _piped(runner, connection, talk)
             finally:
@@ -164,7 +164,7 @@ def _piped(runner: asyncio.Runner, connection: Connection, talk: Conversation) -
     return 0
 
 
-class Terminal:
+class ChatSession:
     """Reads lines with editing and history, and answers them until the end."""
 
     def __init__(self, runner: asyncio.Runner, connection: Connection, talk: Conversation, screen: Console) -> None:

@@ -10,7 +10,7 @@ from raylm.engine.block_hashes import pack_keys as pack_keys
 from raylm.engine.block_hashes import unpack_keys as unpack_keys
 from raylm.engine.client_link import MAX_OUTPUTS_IN_FLIGHT as MAX_OUTPUTS_IN_FLIGHT
 from raylm.engine.deployment.autoscaling import EnginePolicy as EnginePolicy
-from raylm.engine.deployment.autoscaling import Targets as Targets
+from raylm.engine.deployment.autoscaling import ScalingTargets as ScalingTargets
 from raylm.engine.deployment.names import EngineName as EngineName
 from raylm.engine.deployment.names import engine_digest as engine_digest
 from raylm.engine.engine_core import EngineCore as EngineCore

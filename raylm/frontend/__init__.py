@@ -35,7 +35,7 @@ if TYPE_CHECKING:
     from raylm.frontend.state.client import StateClient as StateClient
     from raylm.frontend.state.messages import KeyLimits as KeyLimits
     from raylm.frontend.text.chat_template import ChatRequest as ChatRequest
-    from raylm.frontend.text.chat_template import NamedTool as NamedTool
+    from raylm.frontend.text.chat_template import RequiredTool as RequiredTool
     from raylm.frontend.text.chat_template import ToolChoice as ToolChoice
     from raylm.frontend.text.chat_template import read_arguments as read_arguments
     from raylm.frontend.threads import LARGE as LARGE
@@ -69,7 +69,7 @@ _MODULES = {
     "state.actor": ("RemoteState", "end_state"),
     "state.client": ("Hold", "StateClient"),
     "state.messages": ("KeyLimits",),
-    "text.chat_template": ("ChatRequest", "NamedTool", "ToolChoice", "read_arguments"),
+    "text.chat_template": ("ChatRequest", "RequiredTool", "ToolChoice", "read_arguments"),
     "threads": ("LARGE", "offload"),
     "timelines.describe": ("timeline", "trace"),
     "timelines.observers": ("check_observers", "open_observers"),

@@ -31,7 +31,7 @@ from raylm.ingress.openai.chat import ChatCompletionRequest, ChatCompletions
 from raylm.ingress.openai.completions import CompletionRequest, Completions
 from raylm.ingress.openai.embeddings import EmbeddingRequest, Embeddings
 from raylm.ingress.openai.fields import Body
-from raylm.ingress.openai.models import Adapters, LoadAdapterRequest, UnloadAdapterRequest, model_routes
+from raylm.ingress.openai.models import AdapterHandlers, LoadAdapterRequest, UnloadAdapterRequest, model_routes
 from raylm.ingress.openai.scores import Rerank, RerankRequest, Score, ScoreRequest
 from raylm.ingress.openai.tokenize import Detokenize, DetokenizeRequest, Tokenize, TokenizeRequest
 from raylm.ingress.openai.unknown_fields import IncomingFields, KnownFields
@@ -134,7 +134,7 @@ def build_asgi_app(
     incoming = (KnownFields if config.ingress.unknown_fields == "warn" else IncomingFields)(async_llm)
     post = _PostRoutes(incoming, requests, bodies, async_llm.admission)
     stream_ids = StreamIds(surroundings.secret)
-    chat, adapters = ChatCompletions(async_llm, config, stream_ids), Adapters(async_llm)
+    chat, adapters = ChatCompletions(async_llm, config, stream_ids), AdapterHandlers(async_llm)
     store = open_store(shared_actors or {}, config.ingress.store, surroundings.application)
     responses = CreateResponse(async_llm, chat, store, requests, surroundings.secret)
     desk = Desk(async_llm, requests, surroundings.node)

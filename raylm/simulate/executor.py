@@ -14,7 +14,7 @@ Answer = list[int]
 Cost = Callable[[SchedulerOutput], float]
 
 
-class Answers:
+class SimulatedAnswers:
     """The tokens of an engine's sequences, from ``answer``. After the end of an answer, its last token repeats."""
 
     def __init__(self, answer: Callable[[NewSequence], Answer]) -> None:
@@ -59,7 +59,7 @@ class SimulatedExecutor(ModelExecutor):
         self.busy_s = 0.0
         self._info = info
         self._cost = cost
-        self._answers = Answers(answer)
+        self._answers = SimulatedAnswers(answer)
         self._free_at = 0.0
 
     async def start(self) -> WorkerInfo:

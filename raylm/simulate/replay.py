@@ -15,7 +15,7 @@ from raylm.engine import KVCacheManager, Scheduler, columns
 from raylm.errors import ConfigError
 from raylm.messages import EngineCoreRequest, ModelRunnerOutput, NewSequence, SchedulerOutput, ServiceLevel
 from raylm.params import SamplingParams
-from raylm.simulate.executor import Answers
+from raylm.simulate.executor import SimulatedAnswers
 from raylm.simulate.trace import block_number, block_tokens
 
 _UNIQUE = 1 << 31
@@ -41,7 +41,7 @@ class _Replay:
         self._ended = {line["sequence"]: line for line in self._lines if line["kind"] == "request"}
         self._own = count(_UNIQUE)
         self._in_flight: dict[int, tuple[SchedulerOutput, ModelRunnerOutput]] = {}  # by step
-        self._answers = Answers(self._answer)
+        self._answers = SimulatedAnswers(self._answer)
         self._time = 0.0
         self._scheduler = self._create()
 

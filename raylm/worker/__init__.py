@@ -9,8 +9,8 @@ from raylm.worker.cgroup import available_cores, available_memory
 from raylm.worker.worker import Worker
 
 if TYPE_CHECKING:
-    from raylm.worker.forecast import Forecast, forecast_pool, torch_build
+    from raylm.worker.forecast import MemoryForecast, forecast_pool, torch_build
 
-__all__ = ["Forecast", "Worker", "available_cores", "available_memory", "forecast_pool", "torch_build"]
+__all__ = ["MemoryForecast", "Worker", "available_cores", "available_memory", "forecast_pool", "torch_build"]
 
-__getattr__ = front_door(__name__, {"forecast": ("Forecast", "forecast_pool", "torch_build")})
+__getattr__ = front_door(__name__, {"forecast": ("MemoryForecast", "forecast_pool", "torch_build")})

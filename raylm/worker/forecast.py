@@ -1,4 +1,4 @@
-"""Forecast: the decisions that a worker would make at start on this machine, without reading weights.
+"""MemoryForecast: the decisions that a worker would make at start on this machine, without reading weights.
 
 They are made by the same functions as at start.
 """
@@ -21,7 +21,7 @@ from raylm.worker.startup import available_threads, block_size_of, check_extras,
 
 
 @dataclass(frozen=True, slots=True)
-class Forecast:
+class MemoryForecast:
     """The decisions of a worker. ``weights_bytes`` is the size in the served dtype, ``slower`` the warnings logged."""
 
     device: str
@@ -41,8 +41,8 @@ def torch_build() -> tuple[str, str | None]:
     return torch.__version__, torch.version.cuda
 
 
-def forecast_pool(config: Config, checkpoint: Checkpoint, device_name: str) -> Forecast:
-    """Forecast for one rank with the whole model, before a profile run. ``device_name`` is as the knob ``device``.
+def forecast_pool(config: Config, checkpoint: Checkpoint, device_name: str) -> MemoryForecast:
+    """The forecast for one rank with the whole model, before a profile run. ``device_name`` is as the knob ``device``.
 
     Raises:
         ConfigError: a worker would reject the configuration.
@@ -61,7 +61,7 @@ def forecast_pool(config: Config, checkpoint: Checkpoint, device_name: str) -> F
     threads = config.engine.threads or useful_threads(available_threads(config.engine), weights)
     why = _why(config, pool, size, checkpoint.max_position_embeddings)
     name = str(dtype).removeprefix("torch.")
-    return Forecast(
+    return MemoryForecast(
         device.type, name, model.quantization, backend.name, threads, weights, size, pool, why, slower
     )  # fmt: skip
 

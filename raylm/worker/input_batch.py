@@ -11,7 +11,7 @@ from raylm.messages import NewSequence
 from raylm.worker.arrays import IntArray, Ints, Mask, ragged
 from raylm.worker.sampling.grammars import Grammars
 from raylm.worker.sampling.logits_processors import LOGITS_PROCESSORS, LogitsProcessor
-from raylm.worker.sampling.structured_outputs import StructuredOutputs
+from raylm.worker.sampling.structured_outputs import StructuredOutputsProcessor
 
 SAMPLING_DTYPE = np.dtype(
     {
@@ -49,7 +49,7 @@ class InputBatch:
         self.num_blocks = np.zeros(max_num_seqs, np.int32)
         self.limits = np.zeros(max_num_seqs, np.int32)
         self.sampling = np.zeros(max_num_seqs, SAMPLING_DTYPE)
-        self.structured = StructuredOutputs(max_num_seqs, vocab_size, grammars)
+        self.structured = StructuredOutputsProcessor(max_num_seqs, vocab_size, grammars)
         self.processors: tuple[LogitsProcessor[Any], ...] = (
             *(kind(max_num_seqs, vocab_size) for kind in LOGITS_PROCESSORS),
             self.structured,

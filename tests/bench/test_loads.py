@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 from typer.testing import CliRunner
 
-from raylm.bench import Load
+from raylm.bench import LoadResult
 from raylm.bench.loops import open_loop, poisson
 from raylm.bench.prompts import PromptSettings, Question, Scale, block_hashes, drawn
 from raylm.cli.main import app
@@ -174,7 +174,9 @@ def test_goodput_counts_what_keeps_both_targets() -> None:
         return Question(("a",), 11), Answer(ttft=ttft, last=last, total=last, tokens=11, chunks=11, prompt_tokens=1)
 
     asked = [answer(0.1, 0.6), answer(0.5, 1.0), answer(0.1, 1.2)]  # good; late; slow
-    found = Load("", 2.0, [*asked, (Question(("a",), 1), Answer(kind="429", error="429"))]).figures(Targets(200, 60))
+    found = LoadResult("", 2.0, [*asked, (Question(("a",), 1), Answer(kind="429", error="429"))]).figures(
+        Targets(200, 60)
+    )
     assert (found["goodput_per_s"], found["good_share"]) == (0.5, 0.25)
 
 

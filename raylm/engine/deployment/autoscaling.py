@@ -28,7 +28,7 @@ class EngineLoad:
 
 
 @dataclass(frozen=True, slots=True)
-class Targets:
+class ScalingTargets:
     """The number of engines lies between ``min`` and ``max``. ``target_itl_s`` is None if there is no such target."""
 
     min: int
@@ -37,7 +37,7 @@ class Targets:
     target_itl_s: float | None = None
 
 
-def wanted_engines(loads: Sequence[EngineLoad], there: int, targets: Targets) -> int:
+def wanted_engines(loads: Sequence[EngineLoad], there: int, targets: ScalingTargets) -> int:
     """Number of engines that would serve this load within the targets if it were spread evenly.
 
     ``loads`` are those of the ready engines; ``there`` also counts engines that are starting. While an engine starts,
@@ -52,7 +52,7 @@ def wanted_engines(loads: Sequence[EngineLoad], there: int, targets: Targets) ->
     return max(targets.min, min(need, targets.max))
 
 
-def _for_first_tokens(loads: Sequence[EngineLoad], targets: Targets) -> int:
+def _for_first_tokens(loads: Sequence[EngineLoad], targets: ScalingTargets) -> int:
     return ceil(sum(load.queued_s for load in loads) / targets.target_ttft_s)
 
 
@@ -62,7 +62,7 @@ def _for_places(loads: Sequence[EngineLoad]) -> int:
     return ceil(len(loads) * sum(load.sequences for load in loads) / places)
 
 
-def _for_pace(loads: Sequence[EngineLoad], targets: Targets) -> int:
+def _for_pace(loads: Sequence[EngineLoad], targets: ScalingTargets) -> int:
     """Engines that keep the time between tokens.
 
     More engines divide the part of a step's time that exceeds a step of one token. That step itself stays the same.
@@ -75,10 +75,10 @@ def _for_pace(loads: Sequence[EngineLoad], targets: Targets) -> int:
 
 
 class EnginePolicy:
-    """Serve's autoscaling policy of an Engine deployment; ``targets`` are the fields of Targets."""
+    """Serve's autoscaling policy of an Engine deployment; ``targets`` are the fields of ScalingTargets."""
 
     def __init__(self, **targets: Any) -> None:
-        self._targets = Targets(**targets)
+        self._targets = ScalingTargets(**targets)
 
     def __call__(self, context: Any) -> tuple[int, dict[str, Any]]:
         """(number of engines, empty state), from the newest report of each engine."""

@@ -1,4 +1,4 @@
-"""Rendezvous: the engine that all ingresses choose for a prefix that no engine has reported."""
+"""RendezvousHash: the engine that all ingresses choose for a prefix that no engine has reported."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ _EXPECTED = 8  # weight of the initial value of ``found``, in prompts
 _BITS, _GOLDEN = (1 << 64) - 1, 0x9E3779B97F4A7C15  # multiplicative hashing (Knuth, vol. 3, 6.4)
 
 
-class Rendezvous:
+class RendezvousHash:
     """Chooses an engine for a prompt by its first unknown block.
 
     Another ingress may have just sent the same prefix. With highest random weight hashing (D. Thaler and C.

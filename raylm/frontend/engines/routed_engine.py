@@ -227,7 +227,7 @@ class RoutedEngine:
 
         ``tokens`` is the number of prompt tokens that the request pays for. A step of one token takes ``step_s``, each
         prompt token ``token_s``. If reports are old, the share ``meeting`` of requests is likely to be on the engine
-        that ``is_named`` by Rendezvous, and the preference for different engines is reduced by as much.
+        that ``is_named`` by RendezvousHash, and the preference for different engines is reduced by as much.
         """
         there: float = self.sequences
         stats, wait_s = self.stats, step_s + self.queued_tokens * token_s

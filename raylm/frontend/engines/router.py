@@ -18,7 +18,7 @@ from raylm.frontend.engines.branches import Branches
 from raylm.frontend.engines.engine_client import EngineClient
 from raylm.frontend.engines.others_load import distances
 from raylm.frontend.engines.recovery import Recovery
-from raylm.frontend.engines.rendezvous import Rendezvous
+from raylm.frontend.engines.rendezvous import RendezvousHash
 from raylm.frontend.engines.routed_engine import PromptBlocks, Route, RoutedEngine, RoutedPrompt, speeds
 from raylm.frontend.input_processor import Limits
 from raylm.frontend.timelines.record import Score
@@ -60,7 +60,7 @@ class Router(Generic[P]):
         self._deliver = deliver
         self._explains = explains
         self._rank = rank
-        self._rendezvous = Rendezvous()
+        self._rendezvous = RendezvousHash()
         self._branches = Branches()
         self._engines: dict[str, RoutedEngine] = {}
         self._prompts: dict[int, P] = {}  # by the key of their request

@@ -18,7 +18,7 @@ from prometheus_client.core import Metric
 
 from raylm.errors import EngineUnavailableError, RateLimitError
 from raylm.frontend.state.application_state import ApplicationState, Departed, Series
-from raylm.frontend.state.messages import AdapterEntry, Claim, KeyLimits, Standing, StateReply, StateReport, Usage
+from raylm.frontend.state.messages import AdapterEntry, Claim, KeyLimits, KeyUsage, Standing, StateReply, StateReport
 from raylm.frontend.state.series import merge
 from raylm.stages import about
 
@@ -136,9 +136,9 @@ class _Rows:
     """The usage of this replica, by key, and the latest known usage of other replicas."""
 
     def __init__(self) -> None:
-        self.others: dict[str, dict[str, Usage]] = {}  # by replica and key, times by this replica's clock
+        self.others: dict[str, dict[str, KeyUsage]] = {}  # by replica and key, times by this replica's clock
         self.version = -1  # newest version among ``others``
-        self._own: defaultdict[str, Usage] = defaultdict(Usage)
+        self._own: defaultdict[str, KeyUsage] = defaultdict(KeyUsage)
         self._changed: set[str] = set()  # keys that changed since the last report
 
     def take(self, claim: Claim, now: float) -> None:
@@ -149,10 +149,10 @@ class _Rows:
         self._own[claim.key].give_back(claim.tokens, served, now)
         self._changed.add(claim.key)
 
-    def all(self, now: float) -> dict[str, Usage]:
+    def all(self, now: float) -> dict[str, KeyUsage]:
         return self.news(self._own.keys(), now)
 
-    def news(self, keys: Iterable[str], now: float) -> dict[str, Usage]:
+    def news(self, keys: Iterable[str], now: float) -> dict[str, KeyUsage]:
         """The rows of these keys, and of keys that changed since the last call."""
         rows = {key: self._own[key] for key in self._changed.union(keys)}
         self._changed.clear()

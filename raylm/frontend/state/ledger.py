@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections import defaultdict
 from collections.abc import Mapping
 
-from raylm.frontend.state.messages import COUNTED_S, WINDOW_S, Claim, LimitName, Standing, Usage
+from raylm.frontend.state.messages import COUNTED_S, WINDOW_S, Claim, KeyUsage, LimitName, Standing
 
 _RETRY_S = 1.0  # used if the end of the open claims is unknown
 
@@ -19,9 +19,9 @@ class Ledger:
 
     def __init__(self) -> None:
         self.version = 0  # of the newest change
-        self._rows: defaultdict[str, dict[str, Usage]] = defaultdict(dict)
+        self._rows: defaultdict[str, dict[str, KeyUsage]] = defaultdict(dict)
 
-    def replace(self, replica: str, rows: Mapping[str, Usage], ahead_s: float, *, whole: bool) -> None:
+    def replace(self, replica: str, rows: Mapping[str, KeyUsage], ahead_s: float, *, whole: bool) -> None:
         """Store rows that a replica sent.
 
         Args:
@@ -34,7 +34,7 @@ class Ledger:
         for key, row in rows.items():
             self._rows[key][replica] = self._changed(row.moved(ahead_s))
 
-    def hear(self, replica: str, rows: Mapping[str, Usage], ahead_s: float) -> None:
+    def hear(self, replica: str, rows: Mapping[str, KeyUsage], ahead_s: float) -> None:
         """Store rows of a replica that another replica sent. Only newer versions are stored."""
         for key, row in rows.items():
             known = self._rows[key].get(replica)
@@ -50,9 +50,9 @@ class Ledger:
             if not self._counting(key, now):
                 del self._rows[key]
 
-    def others(self, replica: str, since: int) -> dict[str, dict[str, Usage]]:
+    def others(self, replica: str, since: int) -> dict[str, dict[str, KeyUsage]]:
         """The rows of other replicas changed after version ``since``, by replica and key."""
-        found: dict[str, dict[str, Usage]] = {}
+        found: dict[str, dict[str, KeyUsage]] = {}
         for key, by_replica in self._rows.items():
             for other, row in by_replica.items():
                 if row.version > since and other != replica:
@@ -62,7 +62,7 @@ class Ledger:
     def claim(self, replica: str, claim: Claim, now: float) -> Standing:
         """Grant or refuse a claim. A refused claim changes nothing."""
         limits, rows = claim.limits, self._counting(claim.key, now)
-        own, of_all = rows.setdefault(replica, Usage()), rows.values()
+        own, of_all = rows.setdefault(replica, KeyUsage()), rows.values()
         requests = _Taken(limits.requests_per_minute, [row.requests for row in of_all])
         tokens = _Taken(limits.tokens_per_minute, [row.tokens for row in of_all], sum(row.reserved for row in of_all))
         refused_by: LimitName | None = None
@@ -85,12 +85,12 @@ class Ledger:
         left = requests.left(), tokens.left()
         return Standing(limits, refused_by, retry_after_s, *left, requests.reset_s(now), tokens.reset_s(now))
 
-    def _changed(self, row: Usage) -> Usage:
+    def _changed(self, row: KeyUsage) -> KeyUsage:
         self.version += 1
         row.version = self.version
         return row
 
-    def _counting(self, key: str, now: float) -> dict[str, Usage]:
+    def _counting(self, key: str, now: float) -> dict[str, KeyUsage]:
         """The rows of a key that still count."""
         rows = self._rows[key]
         for replica in [replica for replica, row in rows.items() if row.expire(now)]:

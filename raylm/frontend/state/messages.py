@@ -51,7 +51,7 @@ class Claim:
 
 
 @dataclass(slots=True)
-class Usage:
+class KeyUsage:
     """A row: the usage of one key by one replica.
 
     A row is always sent whole and replaces the known row, so a repeated row counts once. ``open`` is the number of open
@@ -87,11 +87,11 @@ class Usage:
         _count(self.tokens, self.reserved, now)
         self.open = self.reserved = 0
 
-    def moved(self, by_s: float) -> Usage:
+    def moved(self, by_s: float) -> KeyUsage:
         """A copy for a clock that is ``by_s`` seconds ahead."""
         requests = {at + by_s: number for at, number in self.requests.items()}
         tokens = {at + by_s: number for at, number in self.tokens.items()}
-        return Usage(self.open, self.reserved, requests, tokens, self.version)
+        return KeyUsage(self.open, self.reserved, requests, tokens, self.version)
 
     def expire(self, now: float) -> bool:
         """Remove seconds that have left the window. Returns whether the row is empty."""
@@ -155,8 +155,8 @@ class StateReport:
     replica: str
     at: float
     incarnation: str = ""
-    rows: Mapping[str, Usage] = field(default_factory=dict)
-    others: Mapping[str, Mapping[str, Usage]] = field(default_factory=dict)
+    rows: Mapping[str, KeyUsage] = field(default_factory=dict)
+    others: Mapping[str, Mapping[str, KeyUsage]] = field(default_factory=dict)
     version: int = -1
     claims: tuple[Claim, ...] = ()
     series: tuple[Metric, ...] | None = None
@@ -177,7 +177,7 @@ class StateReply:
     incarnation: str
     at: float
     standings: tuple[Standing, ...] | None = None
-    others: Mapping[str, Mapping[str, Usage]] = field(default_factory=dict)
+    others: Mapping[str, Mapping[str, KeyUsage]] = field(default_factory=dict)
     version: int = -1
     adapters: tuple[AdapterEntry, ...] | None = None
     adapters_version: int = -1

@@ -30,13 +30,13 @@ _RESERVED = frozenset({
 
 
 @dataclass(frozen=True, slots=True)
-class NamedTool:
+class RequiredTool:
     """The tool that the answer must call."""
 
     name: str
 
 
-ToolChoice = Literal["none", "auto", "required"] | NamedTool
+ToolChoice = Literal["none", "auto", "required"] | RequiredTool
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -64,7 +64,7 @@ class SpanExport:
         self._exporter = exporter
         self._collector = collector
         self._text_of = text_of
-        self._waiting: queue.Queue[_Ended | None] = queue.Queue(max_waiting or most)
+        self._waiting: queue.Queue[_Unsent | None] = queue.Queue(max_waiting or most)
         self._is_taking = True
         self._ended = _EndedSpans()
         provider = TracerProvider(resource=resource, shutdown_on_exit=False)
@@ -79,7 +79,7 @@ class SpanExport:
         self._thread.start()
 
     def __call__(self, raw: Raw, record: Record) -> None:
-        ended = _Ended(raw, record.trace, None if self._text_of is None else record.parts)
+        ended = _Unsent(raw, record.trace, None if self._text_of is None else record.parts)
         try:
             self._waiting.put_nowait(ended)
         except queue.Full:
@@ -111,7 +111,7 @@ class SpanExport:
             is_open = ended[-1] is not None
             self._send([one for one in ended if one is not None])
 
-    def _send(self, requests: list[_Ended]) -> None:
+    def _send(self, requests: list[_Unsent]) -> None:
         for ended in requests:
             try:
                 self._trace(ended)
@@ -147,7 +147,7 @@ class SpanExport:
             extra=about("otlp.refused"),
         )
 
-    def _trace(self, ended: _Ended) -> None:
+    def _trace(self, ended: _Unsent) -> None:
         """Create the spans of a request. If they are sampled, they end in ``_ended``."""
         context = Context()
         if ended.trace is not None:
@@ -184,7 +184,7 @@ class SpanExport:
         )
 
 
-class _Ended(NamedTuple):
+class _Unsent(NamedTuple):
     """A request that waits to be sent. ``parts`` is None unless text is sent."""
 
     raw: Raw

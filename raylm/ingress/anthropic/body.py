@@ -10,7 +10,7 @@ from typing_extensions import TypedDict
 
 from raylm.ingress.http.body import JSONObject
 from raylm.ingress.openai.chat import ChatCompletionRequest
-from raylm.ingress.openai.fields import MAX_FIELDS, Body, Model, OneOf, Part, Strings, closed, past, refuse
+from raylm.ingress.openai.fields import MAX_FIELDS, Body, Model, OneOf, StrictPart, Strings, closed, past, refuse
 from raylm.ingress.openai.messages import MAX_TOOLS
 
 # Fields of a chat completion, and their names in this API; for errors.
@@ -128,13 +128,13 @@ _CUSTOM = OneOf("{got} is not supported; only custom tools are.", key="type", se
 Tool = Annotated[CustomTool, _CUSTOM]
 
 
-class AnyToolChoice(Part):
+class AnyToolChoice(StrictPart):
     type: Literal["auto", "any", "none"]
     disable_parallel_tool_use: bool | None = None
     cache_control: Any = None
 
 
-class NamedToolChoice(Part):
+class NamedToolChoice(StrictPart):
     type: Literal["tool"]
     name: str
     disable_parallel_tool_use: bool | None = None
@@ -144,7 +144,7 @@ class NamedToolChoice(Part):
 ToolChoice = Annotated[AnyToolChoice | NamedToolChoice, OneOf("expected auto, any, tool or none", key="type")]
 
 
-class Thinking(Part):
+class Thinking(StrictPart):
     type: Literal["enabled", "adaptive", "disabled"]
     budget_tokens: Annotated[int, Field(ge=1)] | None = None
     display: Any = None
@@ -159,7 +159,7 @@ class Thinking(Part):
         return self
 
 
-class OutputFormat(Part):
+class OutputFormat(StrictPart):
     type: Literal["json_schema"]
     schema_: Annotated[Any, Field(alias="schema")] = None
     cache_control: Any = None
@@ -168,13 +168,13 @@ class OutputFormat(Part):
 _JSON_SCHEMA = OneOf("only {{'type': 'json_schema', 'schema': …}} is supported.", key="type", served=False)
 
 
-class OutputConfig(Part):
+class OutputConfig(StrictPart):
     effort: Any = None
     format: Annotated[OutputFormat, _JSON_SCHEMA] | None = None
     cache_control: Any = None
 
 
-class ClearThinking(Part):
+class ClearThinking(StrictPart):
     """Keeps the reasoning of all turns. This server removes none; the chat template decides what the model sees."""
 
     type: Literal["clear_thinking_20251015"]
@@ -190,11 +190,11 @@ class ClearThinking(Part):
 _EDITS = OneOf("{got} is not supported; only clear_thinking_20251015 is.", key="type", served=False)
 
 
-class ContextManagement(Part):
+class ContextManagement(StrictPart):
     edits: Annotated[list[Annotated[ClearThinking, _EDITS]], Field(max_length=MAX_FIELDS, fail_fast=True)] | None = None
 
 
-class Metadata(Part):
+class Metadata(StrictPart):
     user_id: Any = None  # for abuse detection
     cache_control: Any = None
 

@@ -20,7 +20,7 @@ _PAUSE_S = 1.0
 _NO_ROOM = {errno.EMFILE, errno.ENFILE, errno.ENOBUFS, errno.ENOMEM}
 
 
-class Listener:
+class CrowdListener:
     """Accepts the waiting connections of ``sock``, up to PER_TURN per turn of the running event loop, until ``close``.
 
     If the system cannot open more connections, the listener tries again after a second, as asyncio's servers do.
@@ -78,11 +78,11 @@ class Listener:
 
 
 class CrowdServer(uvicorn.Server):
-    """uvicorn's server for bound sockets, as Serve passes them, with Listener for accepting."""
+    """uvicorn's server for bound sockets, as Serve passes them, with CrowdListener for accepting."""
 
     async def startup(self, sockets: list[socket.socket] | None = None) -> None:
         await super().startup([])
-        self.servers = [Listener(sock, self.config, self._protocol) for sock in sockets or ()]  # type: ignore[misc]
+        self.servers = [CrowdListener(sock, self.config, self._protocol) for sock in sockets or ()]  # type: ignore[misc]
 
     def _protocol(self) -> asyncio.Protocol:
         return self.config.http_protocol_class(  # type: ignore[call-arg]

@@ -10,7 +10,7 @@ from pydantic import Field
 
 from raylm.config import Config
 from raylm.errors import InvalidRequestError
-from raylm.frontend import ChatRequest, NamedTool, Request
+from raylm.frontend import ChatRequest, Request, RequiredTool
 from raylm.frontend import ToolChoice as ChosenTool
 from raylm.ingress.http.body import JSONObject
 from raylm.ingress.http.endpoint import Answer
@@ -144,7 +144,7 @@ class ChatCompletionRequest(GenerationBody):
         name = choice["function"]["name"]
         if name not in {tool["function"]["name"] for tool in self.tools}:
             raise wrong("tool_choice.function.name", f"there is no tool '{clip(name, 64)}'")
-        return NamedTool(name)
+        return RequiredTool(name)
 
 
 class ChatChoices(Choices):

@@ -3,7 +3,7 @@
 How a body is described:
 
  - A body is a Body, parsed by ``parse``, or by ``read`` if it may be large. An object in it is a TypedDict with
-   ``@closed`` if the checked dict is used directly, or a Part (a model) if it has rules or methods.
+   ``@closed`` if the checked dict is used directly, or a StrictPart (a model) if it has rules or methods.
  - A union is ``Annotated[A | B, OneOf(...)]``. The Literals of one field, or the JSON types, select the member.
    ``param`` contains neither the tags of unions nor the names of models.
  - Requested options are checked strictly. The history of a conversation (messages, items of an input) is checked
@@ -11,7 +11,7 @@ How a body is described:
  - A rule is a validator that raises ValueError(rule) or ``refuse(rule, ...)``, also for several fields of an object
    (``at`` names the field to blame). ``param`` is then the dotted path. ``check`` of a body may also raise ``wrong``
    and ``unsupported`` with a written path.
- - Lists have ``fail_fast=True``, and objects that are not limited by Part or OneOf have ``at_most(MAX_FIELDS)``.
+ - Lists have ``fail_fast=True``, and objects that are not limited by StrictPart or OneOf have ``at_most(MAX_FIELDS)``.
    Otherwise pydantic collects an error for each entry, in one call that blocks all other threads.
 """
 
@@ -320,7 +320,7 @@ def left_out_of_the_past(path: str) -> BeforeValidator:
     return BeforeValidator(check)
 
 
-class Part(BaseModel):
+class StrictPart(BaseModel):
     """An object in a body that allows only its own fields."""
 
     model_config = _CLOSED | ConfigDict(frozen=True)

@@ -20,9 +20,9 @@ from raylm.ingress.openai.fields import (
     Model,
     NumLogprobs,
     OneOf,
-    Part,
     Prompt,
     RequestId,
+    StrictPart,
     StringOrStrings,
     Strings,
     TokenIds,
@@ -302,7 +302,7 @@ class SamplingBody(RequestBody):
         return bias
 
 
-class StreamOptions(Part):
+class StreamOptions(StrictPart):
     """Options for additional content of a stream."""
 
     include_usage: bool | None = None

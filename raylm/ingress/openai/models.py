@@ -73,7 +73,7 @@ class UnloadAdapterRequest(Body):
     lora_name: AdapterName
 
 
-class Adapters:
+class AdapterHandlers:
     """The handlers that load and unload LoRA adapters."""
 
     def __init__(self, llm: AsyncLLM) -> None:

@@ -10,7 +10,7 @@ from pydantic import AfterValidator, Field, model_validator
 
 from raylm.ingress.http.body import JSONObject
 from raylm.ingress.openai.chat import CacheRetention, ChatCompletionRequest, ServiceTier, Verbosity
-from raylm.ingress.openai.fields import MAX_FIELDS, NumLogprobs, Part, at_most, refuse, wish
+from raylm.ingress.openai.fields import MAX_FIELDS, NumLogprobs, StrictPart, at_most, refuse, wish
 from raylm.ingress.openai.generation import SamplingBody
 from raylm.ingress.openai.messages import MAX_TOOLS
 from raylm.ingress.responses.input import Input
@@ -48,16 +48,16 @@ def _only(rule: str, *served: object) -> AfterValidator:
 Summary = Literal["auto", "concise", "detailed", "none"]
 
 
-class StreamOptions(Part):
+class StreamOptions(StrictPart):
     include_obfuscation: Annotated[bool | None, _only("obfuscation is not supported; give false.", None, False)] = None
 
 
-class TextOptions(Part):
+class TextOptions(StrictPart):
     format: dict[str, Any] | None = None
     verbosity: Annotated[Verbosity | None, wish("text.verbosity", None, "medium")] = None
 
 
-class ReasoningOptions(Part):
+class ReasoningOptions(StrictPart):
     effort: Any = None
     summary: Annotated[Summary | None, wish("reasoning.summary", None, "auto")] = None
     generate_summary: Annotated[Summary | None, wish("reasoning.generate_summary", None, "auto")] = None

@@ -16,7 +16,7 @@ _INNER = 1024  # columns of one program of add_weighted
 
 
 @dataclass(frozen=True, slots=True)
-class Tile:
+class ExpertTile:
     """The work of one program: ROWS x COLUMNS, from DEPTH inputs at a time."""
 
     rows: int
@@ -26,12 +26,12 @@ class Tile:
     stages: int
 
 
-def tile_of(pairs: int, experts: int, dtype: torch.dtype) -> Tile:
+def tile_of(pairs: int, experts: int, dtype: torch.dtype) -> ExpertTile:
     """The tile for so many pairs. Small if experts have few rows, because reading their weights dominates."""
     narrow = 4 // dtype.itemsize
     if pairs <= _FEW * experts:
-        return Tile(16, 64, 64 * narrow, 4, 3)
-    return Tile(64, 128, 32 * narrow, 4, 3)
+        return ExpertTile(16, 64, 64 * narrow, 4, 3)
+    return ExpertTile(64, 128, 32 * narrow, 4, 3)
 
 
 def most_tiles(pairs: int, groups: int, rows: int) -> int:

@@ -38,7 +38,7 @@ class Stack:
         return out.view(*x.shape[:-1], out.shape[-1])  # there may be no rows
 
 
-class Part(nn.Module):
+class StackedPart(nn.Module):
     """Replaces a linear layer by a part of a stacked one. Has no ``weight``."""
 
     def __init__(self, stack: Stack, part: int) -> None:
@@ -70,7 +70,7 @@ def stack_linears(model: nn.Module, paths: Sequence[str]) -> None:
     owner.add_module(f"{'_'.join(names)}_stacked", stacked)
     stack = Stack(stacked)
     for part, name in enumerate(names):
-        owner.add_module(name, Part(stack, part))
+        owner.add_module(name, StackedPart(stack, part))
 
 
 class SharedEmbedding(nn.Module):

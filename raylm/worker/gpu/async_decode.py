@@ -28,7 +28,7 @@ from raylm.worker.input_batch import InputBatch
 from raylm.worker.input_buffers import Column, InputBuffers
 from raylm.worker.sampling.logits_processors import BadWords, LogitsProcessor, Penalties
 from raylm.worker.sampling.sampler import NOT_FINITE, failures
-from raylm.worker.sampling.structured_outputs import Restriction, StructuredOutputs
+from raylm.worker.sampling.structured_outputs import Restriction, StructuredOutputsProcessor
 from raylm.worker.step_batch import StepBatch
 
 
@@ -211,7 +211,7 @@ class GPUAsyncDecode(AsyncDecode):
 
         Returns the rows of the step that are late, and reasons why rows may have no token to draw.
         """
-        if any(isinstance(each, StructuredOutputs) and each.owned(rows).size for each in batch.processors):
+        if any(isinstance(each, StructuredOutputsProcessor) and each.owned(rows).size for each in batch.processors):
             self.settle(batch)
         plans = [(processor, processor.owned(rows)) for processor in batch.processors if processor.states]
         plans = [plan for plan in plans if plan[1].size]
@@ -224,7 +224,7 @@ class GPUAsyncDecode(AsyncDecode):
                 if not follower.knows(mine, batch):
                     self.settle(batch)
                 follower.apply(logits, positions, mine, batch, processor)
-            elif isinstance(processor, StructuredOutputs):
+            elif isinstance(processor, StructuredOutputsProcessor):
                 self._structure(logits, processor.restrictions(positions, mine, len(rows), batch), batch.vocab_size)
                 late = processor.late
                 told = ((at, processor.reason(row)) for at, row in zip(positions.tolist(), mine.tolist(), strict=True))

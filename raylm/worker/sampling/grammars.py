@@ -45,7 +45,7 @@ class Grammars:
     def __init__(self, path: Path, eos_token_ids: tuple[int, ...], vocab_size: int) -> None:
         self.eos_token_ids = eos_token_ids
         self.vocab_size = vocab_size
-        self._kept: OrderedDict[str, Answer] = OrderedDict()
+        self._kept: OrderedDict[str, AnswerMatcher] = OrderedDict()
         self._compiling = ThreadPoolExecutor(1, "raylm-grammar")
         self._masking = ThreadPoolExecutor(1, "raylm-masks")
         self._tokenizer: Future[LLTokenizer] | None = None
@@ -56,9 +56,9 @@ class Grammars:
         """Compile a grammar, and return when it is compiled. A failure is reported by the rows that use the grammar."""
         self._compiling.submit(self._fresh, grammar).result()
 
-    def start(self, grammar: str, tokens: list[int]) -> Answer:
-        """The Answer of a new row that has ``tokens`` already. The grammar is compiled now if it was not prepared."""
-        answer = Answer(self.vocab_size)
+    def start(self, grammar: str, tokens: list[int]) -> AnswerMatcher:
+        """The matcher of a new row that has ``tokens`` already. The grammar is compiled now if it was not prepared."""
+        answer = AnswerMatcher(self.vocab_size)
         if (fresh := self._kept.get(grammar)) is None:
             answer.coming = self._compiling.submit(lambda: answer.resume(self._fresh(grammar), tokens))
         elif tokens:
@@ -67,14 +67,14 @@ class Grammars:
             answer.take(fresh)
         return answer
 
-    def advance(self, answer: Answer, token: int) -> None:
+    def advance(self, answer: AnswerMatcher, token: int) -> None:
         """Append a token. A slow grammar starts computing the next mask at once, a fast one when it is needed."""
         answer.settle()
         answer.tokens.append(token)
         if answer.pace.slow:
             answer.coming = self._masking.submit(answer.follow)
 
-    def ready(self, answers: list[Answer], draws: int) -> list[bool]:
+    def ready(self, answers: list[AnswerMatcher], draws: int) -> list[bool]:
         """Which of the ``answers`` have their masks; the others are late. ``draws`` counts all draws of the step."""
         until = time.monotonic() + QUICK_MASKS_S
         for answer in answers:
@@ -88,10 +88,10 @@ class Grammars:
             wait(coming, LONE_WAIT_S if all_wait else WAIT_S, FIRST_COMPLETED if all_wait else ALL_COMPLETED)
         return [answer.coming is None or answer.coming.done() for answer in answers]
 
-    def _fresh(self, grammar: str) -> Answer:
-        """The kept Answer of a grammar, compiled if needed. Runs on the compiling thread, which alone changes them."""
+    def _fresh(self, grammar: str) -> AnswerMatcher:
+        """The kept matcher of a grammar, compiled if needed. Runs on the compiling thread, which alone changes them."""
         if grammar not in self._kept:
-            fresh = Answer(self.vocab_size)
+            fresh = AnswerMatcher(self.vocab_size)
             fresh.begin(lambda: self._compile(grammar))
             self._kept[grammar] = fresh
         self._kept.move_to_end(grammar)
@@ -113,13 +113,13 @@ def _load(path: Path, eos_token_ids: tuple[int, ...], vocab_size: int) -> LLToke
 
 
 @dataclass(slots=True)
-class Pace:
+class MaskPace:
     """Shared by all answers of a grammar: whether one of their masks took longer than ``SLOW_S``."""
 
     slow: bool = False
 
 
-class Answer:
+class AnswerMatcher:
     """The matcher of one answer, and the mask of its next token: one bit per token, [V / 32] int32.
 
     ``tokens`` are the tokens that the matcher has not consumed. ``coming`` is done when another thread has consumed
@@ -128,13 +128,13 @@ class Answer:
 
     def __init__(self, vocab_size: int) -> None:
         self.failed = self.over = False
-        self.pace = Pace()
+        self.pace = MaskPace()
         self.tokens: list[int] = []
         self.coming: Future[None] | None = None
         self._matcher: LLMatcher | None = None
         self._mask: NDArray[np.int32] = np.zeros(-(-vocab_size // 32), np.int32)
 
-    def take(self, other: Answer) -> None:
+    def take(self, other: AnswerMatcher) -> None:
         """Copy the state of ``other``, which has consumed all its tokens."""
         self.failed, self.over, self.pace, self._mask = other.failed, other.over, other.pace, other._mask.copy()
         self._matcher = other._matcher.deep_copy() if other._matcher is not None else None
@@ -147,7 +147,7 @@ class Answer:
             self._fail(repr(error))
         self.follow()
 
-    def resume(self, fresh: Answer, tokens: list[int]) -> None:
+    def resume(self, fresh: AnswerMatcher, tokens: list[int]) -> None:
         """Copy ``fresh``, and consume ``tokens``."""
         self.take(fresh)
         self.tokens = list(tokens)

@@ -11,7 +11,7 @@ from numpy.typing import NDArray
 
 from raylm.messages import NewSequence
 from raylm.worker.arrays import IntArray, Ints, Mask
-from raylm.worker.sampling.grammars import Answer, Grammars
+from raylm.worker.sampling.grammars import AnswerMatcher, Grammars
 from raylm.worker.sampling.logits_processors import LogitsProcessor, TokenColumns
 from raylm.worker.sampling.thinking_budget import Phase, Progress
 
@@ -21,7 +21,7 @@ class AnswerRow:
     """One row: its reasoning, which the grammar does not apply to, and its answer, if it has a grammar."""
 
     progress: Progress
-    answer: Answer | None
+    answer: AnswerMatcher | None
 
     @property
     def is_free(self) -> bool:
@@ -46,7 +46,7 @@ class Restriction:
     only: int | None
 
 
-class StructuredOutputs(LogitsProcessor[AnswerRow]):
+class StructuredOutputsProcessor(LogitsProcessor[AnswerRow]):
     """Sets tokens to -inf after which the answer could not be completed. EOS is such a token too.
 
     A row at the end of its grammar draws the end token, even if another rule forbids it. So if the grammar ends before
@@ -123,7 +123,7 @@ class StructuredOutputs(LogitsProcessor[AnswerRow]):
     def restrictions(self, positions: IntArray, rows: IntArray, draws: int, batch: TokenColumns) -> list[Restriction]:
         """What the owned ``rows`` at ``positions`` may draw, in a step with so many ``draws``. Omits late rows."""
         found: list[Restriction] = []
-        answering: list[tuple[int, Progress, Answer, list[int]]] = []
+        answering: list[tuple[int, Progress, AnswerMatcher, list[int]]] = []
         for position, row, num_drafts in _runs(positions, rows):
             state = self.states[row]
             if state.progress.phase in (Phase.THINKING, Phase.CLOSING):
@@ -148,7 +148,7 @@ class StructuredOutputs(LogitsProcessor[AnswerRow]):
         return found
 
 
-def _is_quick(answer: Answer | None) -> bool:
+def _is_quick(answer: AnswerMatcher | None) -> bool:
     return answer is not None and answer.coming is None and not answer.pace.slow
 
 
@@ -159,7 +159,7 @@ def _runs(positions: IntArray, rows: IntArray) -> Iterator[tuple[int, int, int]]
     return zip(positions[starts].tolist(), rows[starts].tolist(), counts.tolist(), strict=True)
 
 
-def _mask(progress: Progress, answer: Answer) -> NDArray[np.int32]:
+def _mask(progress: Progress, answer: AnswerMatcher) -> NDArray[np.int32]:
     """The mask of the next token. Includes the start token of reasoning if reasoning may begin."""
     mask = answer.mask()
     if progress.phase is not Phase.BEGINNING or answer.failed:

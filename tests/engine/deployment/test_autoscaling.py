@@ -10,11 +10,11 @@ import pytest
 from hypothesis import assume, given
 from hypothesis import strategies as st
 
-from raylm.engine.deployment.autoscaling import EngineLoad, EnginePolicy, Targets, wanted_engines
+from raylm.engine.deployment.autoscaling import EngineLoad, EnginePolicy, ScalingTargets, wanted_engines
 from raylm.engine.load_report import Pace
 from raylm.messages import EngineStats, OtherClients
 
-TARGETS = Targets(0, 10, target_ttft_s=2.0, target_itl_s=0.1)
+TARGETS = ScalingTargets(0, 10, target_ttft_s=2.0, target_itl_s=0.1)
 IDLE = EngineLoad(places=64, step_s=0.02, itl_s=0.02)
 
 
@@ -61,7 +61,7 @@ some_load = st.builds(
 )
 fleets = st.lists(some_load, max_size=8)
 some_targets = st.builds(
-    lambda least, more, ttft, itl: Targets(least, max(1, least + more), ttft, itl),
+    lambda least, more, ttft, itl: ScalingTargets(least, max(1, least + more), ttft, itl),
     st.integers(0, 5),
     st.integers(0, 20),
     st.floats(0.1, 60),
@@ -71,7 +71,7 @@ some_targets = st.builds(
 
 @given(fleets, st.integers(0, 12), some_targets)
 def test_the_number_is_within_its_bounds_and_grows_only_when_none_loads(
-    loads: list[EngineLoad], loading: int, targets: Targets
+    loads: list[EngineLoad], loading: int, targets: ScalingTargets
 ) -> None:
     there = len(loads) + loading
     wanted = wanted_engines(loads, there, targets)
@@ -81,7 +81,7 @@ def test_the_number_is_within_its_bounds_and_grows_only_when_none_loads(
 
 
 @given(fleets, some_targets, st.data())
-def test_more_to_do_never_asks_for_fewer(loads: list[EngineLoad], targets: Targets, data: Any) -> None:
+def test_more_to_do_never_asks_for_fewer(loads: list[EngineLoad], targets: ScalingTargets, data: Any) -> None:
     assume(loads)
     place = data.draw(st.integers(0, len(loads) - 1))
     name = data.draw(st.sampled_from(["sequences", "queued_s", "itl_s"]))

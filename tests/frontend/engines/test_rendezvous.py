@@ -1,4 +1,4 @@
-"""Rendezvous: ingresses that know nothing of each other send what is alike to one engine."""
+"""RendezvousHash: ingresses that know nothing of each other send what is alike to one engine."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ import pytest
 
 from raylm.engine import ChainedHasher, pack_keys
 from raylm.frontend.engines.others_load import OthersLoad
-from raylm.frontend.engines.rendezvous import Rendezvous
+from raylm.frontend.engines.rendezvous import RendezvousHash
 from raylm.frontend.engines.router import Router
 from raylm.frontend.prompt_state import process
 from raylm.messages import BlockChanges, EngineStats, OtherClients
@@ -91,7 +91,7 @@ def engines(names: str, others: OthersLoad | None = None) -> list[SimpleNamespac
 
 
 def test_one_engine_more_takes_only_what_is_its_own() -> None:
-    rendezvous, few, many = Rendezvous(), engines("abcdefg"), engines("abcdefgh")
+    rendezvous, few, many = RendezvousHash(), engines("abcdefg"), engines("abcdefgh")
     rng = random.Random(1)
     keys = [rng.getrandbits(64) for _ in range(8000)]
     before = [few[rendezvous.place([key], 0, few)] for key in keys]  # type: ignore[arg-type, index]
@@ -102,7 +102,7 @@ def test_one_engine_more_takes_only_what_is_its_own() -> None:
 
 
 def test_there_is_nobody_to_meet() -> None:
-    rendezvous = Rendezvous()
+    rendezvous = RendezvousHash()
     assert rendezvous.place([5, 6], 2, engines("ab")) is None, "all is known"  # type: ignore[arg-type]
     alone = engines("ab", OthersLoad())
     assert rendezvous.place([5, 6], 0, alone) is None, "nobody else uses the engines"  # type: ignore[arg-type]

@@ -21,7 +21,7 @@ from raylm.frontend.state import client as client_module
 from raylm.frontend.state.application_state import LEASE_S, ApplicationState
 from raylm.frontend.state.client import Hold, LocalState, StateClient, StateLostError
 from raylm.frontend.state.ledger import Ledger
-from raylm.frontend.state.messages import COUNTED_S, Claim, KeyLimits, StateReply, StateReport, Usage
+from raylm.frontend.state.messages import COUNTED_S, Claim, KeyLimits, KeyUsage, StateReply, StateReport
 
 
 class Clock:
@@ -233,7 +233,7 @@ def test_a_report_that_is_late_or_repeated_changes_nothing() -> None:
 
     first = StateReport("x", 1.0, claims=claims)
     assert remaining(first) == remaining(first) == 2
-    row = Usage()
+    row = KeyUsage()
     row.take(claims[0], 1.0)
     second = StateReport("x", 2.0, state.incarnation, {"a": row}, claims=claims)
     assert remaining(second) == 1
@@ -259,7 +259,7 @@ def test_what_was_told_to_others_holds_when_a_replica_and_the_state_are_lost() -
 def test_a_ledger_grants_whatever_fits(data: st.DataObject) -> None:
     """Against a list of all that was ever granted. Usage counts by second, so for 60 to 61 seconds."""
     limits = KeyLimits(requests_per_minute=4, tokens_per_minute=50, concurrency=3)
-    ledger, rows, now = Ledger(), {name: Usage() for name in "xy"}, 0.0
+    ledger, rows, now = Ledger(), {name: KeyUsage() for name in "xy"}, 0.0
     begun: list[float] = []
     served: list[tuple[float, int]] = []
     held: list[tuple[str, int | None]] = []

@@ -11,7 +11,7 @@ from typing_extensions import TypedDict
 from raylm.errors import InvalidRequestError, UnsupportedFieldError
 from raylm.frontend import LARGE
 from raylm.ingress.openai.chat import ChatCompletionRequest
-from raylm.ingress.openai.fields import Body, OneOf, Part, closed, count_entries, refuse
+from raylm.ingress.openai.fields import Body, OneOf, StrictPart, closed, count_entries, refuse
 from tests.ingress.harness import CHAT
 
 
@@ -36,7 +36,7 @@ def _positive(circle: Circle) -> Circle:
     return circle
 
 
-class Pen(Part):
+class Pen(StrictPart):
     width: int | None = None
 
 

@@ -15,7 +15,7 @@ from raylm.messages import NewSequence
 from raylm.params import SamplingParams
 from raylm.params import StructuredOutputs as Spec
 from raylm.worker.input_batch import InputBatch
-from raylm.worker.sampling.grammars import Answer, Grammars
+from raylm.worker.sampling.grammars import AnswerMatcher, Grammars
 from raylm.worker.sampling.sampler import LATE, NOT_FINITE, Sampler
 
 VOCAB, EOS = 6142, (2, 0)
@@ -25,14 +25,14 @@ GRAMMAR = grammar_of(Spec(regex="[ab]+c"))
 @pytest.fixture
 def held(monkeypatch: pytest.MonkeyPatch) -> Iterator[threading.Event]:
     """All masks behind the first token are slow: they are computed once this is set."""
-    step, event = Answer._step, threading.Event()
+    step, event = AnswerMatcher._step, threading.Event()
 
-    def wait_and_step(self: Answer, matcher: Any, tokens: list[int]) -> None:
+    def wait_and_step(self: AnswerMatcher, matcher: Any, tokens: list[int]) -> None:
         if tokens:
             assert event.wait(300)
         step(self, matcher, tokens)
 
-    monkeypatch.setattr(Answer, "_step", wait_and_step)
+    monkeypatch.setattr(AnswerMatcher, "_step", wait_and_step)
     monkeypatch.setattr("raylm.worker.sampling.grammars.SLOW_S", -1.0)
     yield event
     event.set()

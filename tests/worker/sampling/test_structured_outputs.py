@@ -17,7 +17,7 @@ from raylm.messages import NewSequence, Thinking
 from raylm.params import SamplingParams
 from raylm.params import StructuredOutputs as Spec
 from raylm.worker.input_batch import InputBatch
-from raylm.worker.sampling.grammars import Answer, Grammars
+from raylm.worker.sampling.grammars import AnswerMatcher, Grammars
 from raylm.worker.sampling.sampler import Sampler, process_logits
 
 VOCAB, EOS = 6142, (2, 0)
@@ -209,8 +209,8 @@ def test_a_panic_fails_the_row_alone(monkeypatch: pytest.MonkeyPatch, slow: bool
         assert drawn.failed == [(0, "the form asked of the answer became too complex to follow")]
 
 
-def state(batch: InputBatch, seq_id: int) -> Answer:
-    answer: Answer = batch.processors[-1].states[batch.rows([seq_id])[0]].answer
+def state(batch: InputBatch, seq_id: int) -> AnswerMatcher:
+    answer: AnswerMatcher = batch.processors[-1].states[batch.rows([seq_id])[0]].answer
     return answer
 
 

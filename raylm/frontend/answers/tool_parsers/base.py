@@ -12,7 +12,7 @@ from raylm.errors import InvalidRequestError, UnsupportedFieldError
 from raylm.frontend.answers.grammar_compiler import GrammarCompiler
 from raylm.frontend.answers.tool_calls import Parsed, ToolParser, Tools
 from raylm.frontend.outputs import ToolCallDelta
-from raylm.frontend.text.chat_template import ChatRequest, NamedTool
+from raylm.frontend.text.chat_template import ChatRequest, RequiredTool
 from raylm.frontend.text.stop_strings import MarkerSearch
 from raylm.frontend.text.tokenizer import Tokenizer
 from raylm.params import LARK, SamplingParams, StructuredOutputs
@@ -148,7 +148,7 @@ class ToolForms:
             InvalidRequestError: a tool's schema cannot be compiled.
         """
         asked, choice = params.structured_outputs, self._request.tool_choice
-        if isinstance(choice, NamedTool):
+        if isinstance(choice, RequiredTool):
             lark = self._grammar(only=choice.name)
         elif choice == "required":
             lark = self._grammar()
