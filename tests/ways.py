@@ -30,6 +30,7 @@ from tests.ingress.test_real_llm import CHAT, CONFIG, MODEL, Stack, running_stac
 Call = tuple[str, str]  # the module, without "raylm.", and the qualified name of a function
 STREAMED: dict[str, Any] = CHAT | {"stream": True, "ignore_eos": True}
 INTERRUPTS = ("Request.interrupt", "Request.hang_up")
+DATA = ("raylm.messages", "raylm.step_cost")  # their calls count for the module that makes them
 LOSSES = ("Router._lose", "Router.lose")
 EVENTS = 24  # of a steady stream
 
@@ -53,6 +54,8 @@ class Listener:
 
     def _note(self, frame: FrameType, event: str, _: object) -> None:
         module = str(frame.f_globals.get("__name__"))
+        if module in DATA and frame.f_back is not None:
+            module = str(frame.f_back.f_globals.get("__name__"))
         if event == "call" and module.startswith("raylm.") and not self.ended:
             function = frame.f_code.co_qualname
             self.calls.append((module.removeprefix("raylm."), function))

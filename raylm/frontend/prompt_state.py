@@ -174,10 +174,13 @@ class PromptState(RoutedPrompt):
             self.fail(known)
             self.part.last_token = now
             return range(len(self.texts))
-        finish_reason = news[-1].finish_reason
-        self._measure(delta.index, sum([len(part.token_ids) for part in news]), finish_reason, now)
-        for part in (*before, *news):
+        for part in before:
             self._put(part)
+        num_tokens, finish_reason = 0, news[-1].finish_reason
+        for part in news:
+            num_tokens += len(part.token_ids)
+            self._put(part)
+        self._measure(delta.index, num_tokens, finish_reason, now)
         if self.finished:
             self.part.last_token = now
         return (delta.index,) if finish_reason is not None and ended is None else ()
@@ -292,8 +295,8 @@ def process(prompts: Mapping[int, PromptState], outputs: EngineCoreOutputs) -> l
             if index == 0:  # other sequences report the prompt of sequence 0 as cached
                 prompt.num_cached_tokens = max(prompt.num_cached_tokens, outputs.cached_tokens[entry])
                 prompt.part.cached_tokens = prompt.num_cached_tokens
-            ended = prompt.advance(delta, outputs.finish_reasons[entry], now)
-            stops += [(key, at) for at in ended]
+            if ended := prompt.advance(delta, outputs.finish_reasons[entry], now):
+                stops += [(key, at) for at in ended]
         start = end
     for key, vector in outputs.pooled:
         if (prompt := prompts.get(key)) is not None and not prompt.finished:

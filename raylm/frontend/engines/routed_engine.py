@@ -209,7 +209,8 @@ class RoutedEngine:
     def on_outputs(self, outputs: EngineCoreOutputs, now: float) -> None:
         """Update the state from a message of the engine."""
         if outputs.keys:
-            self.others.hear(now, self._is_heard, self._decode_s(self.stats.step_s, self.stats.token_s))
+            stats, is_heard = self.stats, len(self.open) > len(self.starting)  # a request of this process is decoded
+            self.others.hear(now, is_heard, stats.step_s + stats.token_s * stats.running)
         self.stats = outputs.stats
         self.others.tell(outputs.stats.others, outputs.created)
         if outputs.blocks is not None and not self.blocks.apply(outputs.blocks):
@@ -236,8 +237,8 @@ class RoutedEngine:
         apart = 1.0 - meeting * doubt
         if others.exist:
             wait_s += others.told_s(now, token_s) + _LEAN * (1.0 + apart) * self.distance * own_s
-            if self._is_heard and not self.starting:
-                wait_s += others.heard_s(now, self._decode_s(step_s, token_s))
+            if self.open and not self.starting:
+                wait_s += others.heard_s(now, step_s + token_s * stats.running)
             else:
                 wait_s += (1.0 + _RISK * apart) * others.unheard_s(doubt, token_s)
             there += others.sequences(now, self.service_s)
@@ -253,14 +254,6 @@ class RoutedEngine:
     def doubt(self, now: float) -> float:
         """0 to 1: how uncertain the load of other clients is; 0 without other clients."""
         return self.others.doubt(now, self.service_s) if self.others.exist else 0.0
-
-    @property
-    def _is_heard(self) -> bool:
-        """Whether a request of this process is being decoded there."""
-        return len(self.open) > len(self.starting)
-
-    def _decode_s(self, step_s: float, token_s: float) -> float:
-        return step_s + token_s * self.stats.running
 
     def _start(self, key: int) -> None:
         if (route := self.starting.pop(key, None)) is not None:

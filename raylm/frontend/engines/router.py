@@ -178,7 +178,8 @@ class Router(Generic[P]):
         """Forget a prompt that has ended. With ``abort`` its engine may still run it, and is asked to abort it."""
         key, route = prompt.request.key, prompt.route
         self._prompts.pop(key, None)
-        self._recovery.forget(prompt)
+        if prompt.timer is not None or prompt is self._recovery.on_trial:
+            self._recovery.forget(prompt)
         if route is not None:
             prompt.route, engine = None, route.engine
             engine.end(key, None if abort else self._clock())

@@ -105,24 +105,21 @@ class SequenceText:
         The token that stopped the engine (EOS, a stop token) has no text, unless stop strings are included.
         """
         hidden = len(token_ids) - 1 if ended == "stop" and not self._shows_stop else None
-        text = ""
+        text, stops, stop = "", self._stops, None
         for place, token_id in enumerate(token_ids):
             self._num_tokens += 1
-            piece, stop = self._screen("" if place == hidden else self._detokenizer.push(token_id))
+            piece = "" if place == hidden else self._detokenizer.push(token_id)
+            if stops is not None and piece:
+                piece, stop = stops.push(piece, armed=self._num_tokens > self._min_tokens)
             text += piece
             if stop is not None:
+                self.finished = True
                 return text, place + 1, stop
         if ended is None:
             return text, len(token_ids), None
-        piece, stop = self._screen(self._detokenizer.flush())
-        self.finished = True
-        if stop is None and self._stops is not None:
-            piece += self._stops.flush()
+        self.finished, piece = True, self._detokenizer.flush()
+        if stops is not None and piece:
+            piece, stop = stops.push(piece, armed=self._num_tokens > self._min_tokens)
+        if stops is not None and stop is None:
+            piece += stops.flush()
         return text + piece, len(token_ids), stop
-
-    def _screen(self, piece: str) -> tuple[str, str | None]:
-        if self._stops is None or not piece:
-            return piece, None
-        final, stop = self._stops.push(piece, armed=self._num_tokens > self._min_tokens)
-        self.finished = stop is not None
-        return final, stop

@@ -44,12 +44,8 @@ class EventStream:
     ) -> None:
         self._stop_timer()
 
-    async def send(self, chunk: bytes) -> None:
-        self._last = self._time()
-        await self._put(chunk, more=True)
-
     async def end(self, chunk: bytes = b"") -> None:
-        await self._put(chunk, more=False)
+        await self.send(chunk, more=False)
         self._stop_timer()
 
     def _stop_timer(self) -> None:
@@ -57,7 +53,8 @@ class EventStream:
             self._timer.cancel()
             self._timer = None  # breaks the reference cycle with this stream, so that no garbage collection is needed
 
-    async def _put(self, chunk: bytes, *, more: bool) -> None:
+    async def send(self, chunk: bytes, *, more: bool = True) -> None:
+        self._last = self._time()
         record = self._record
         async with self._sending:
             if not self.begun:

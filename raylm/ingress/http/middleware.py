@@ -5,7 +5,7 @@ from __future__ import annotations
 import re
 import time
 import uuid
-from collections.abc import Callable, Collection, Iterable
+from collections.abc import Awaitable, Callable, Collection, Iterable
 from typing import TYPE_CHECKING
 from urllib.parse import quote
 
@@ -153,7 +153,7 @@ class HostMiddleware:
         self._nodes = nodes
         self._enforced = enforced
 
-    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+    def __call__(self, scope: Scope, receive: Receive, send: Send) -> Awaitable[None]:
         if scope["type"] == "http":
             headers = Headers(scope=scope)
             known = self._hosts.know(headers)
@@ -162,7 +162,7 @@ class HostMiddleware:
                 advice = "use localhost, or add the name to ingress.allowed_hosts"
                 raise PermissionDeniedError(f"The Host header '{shown}' is no name of this server: {advice}.")
             exchange_of(scope).is_local = known and comes_from_here(scope, headers, self._nodes())
-        await self._app(scope, receive, send)
+        return self._app(scope, receive, send)
 
 
 async def _refuse_websocket(scope: Scope, send: Send) -> None:

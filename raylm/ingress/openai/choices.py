@@ -89,8 +89,10 @@ class Choices(ABC):
             return
         async with aclosing(merge(outputs, self._at_once)) as items:
             async for output in items:
-                usage.begin(output)
-                shown = replace(usage) if self._with_usage else None
+                shown = None
+                if self._with_usage:
+                    usage.begin(output)
+                    shown = replace(usage)
                 usage.count(output)
                 if self._plain and len(output.deltas) == 1:  # the common case, made fast for many concurrent streams
                     data = self._delta(template, output, output.deltas[0], shown)

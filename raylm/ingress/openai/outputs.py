@@ -38,7 +38,8 @@ class Usage:
         Raises:
             RayLMError: a sequence was aborted or failed, for which there is no finish_reason.
         """
-        self.begin(output)
+        if output.place not in self._begun:
+            self.begin(output)
         for delta in output.deltas:
             if delta.finish_reason in ("abort", "error"):
                 raise RayLMError(_UNFINISHED)

@@ -8,7 +8,7 @@ from typing import Any
 import httpx
 import pytest
 
-from raylm.frontend import NamedTool
+from raylm.frontend import RequiredTool
 from raylm.frontend.answers.answer_format import AnswerFormat
 from raylm.frontend.answers.tool_calls import TOOL_PARSERS
 from raylm.ingress.responses.body import ResponsesRequest
@@ -109,9 +109,9 @@ async def test_tools_that_openai_runs_are_unavailable_and_named(client: httpx.As
 @pytest.mark.parametrize(
     ("choice", "names", "tool_choice"),
     [
-        ({"type": "custom", "name": "patch"}, ["close", "patch", "agents__close"], NamedTool("patch")),
+        ({"type": "custom", "name": "patch"}, ["close", "patch", "agents__close"], RequiredTool("patch")),
         ({"type": "function", "name": "agents__close"}, ["close", "patch", "agents__close"],
-         NamedTool("agents__close")),
+         RequiredTool("agents__close")),
         ({"type": "allowed_tools", "mode": "required", "tools": [{"type": "function", "name": "agents__close"}]},
          ["agents__close"], "required"),
         ({"type": "allowed_tools", "mode": "auto", "tools": [{"type": "custom", "name": "patch"}]}, ["patch"], "auto"),
@@ -129,7 +129,7 @@ def test_the_only_tool_of_a_name_is_chosen_by_it() -> None:
     choice = {"type": "function", "name": "close"}
     body = ResponsesRequest.parse(BODY | {"tools": [NAMESPACE], "tool_choice": choice})
     asked = body.as_chat([{"role": "user", "content": "Hi"}]).chat_request(any_length=True)
-    assert asked.tool_choice == NamedTool("agents__close")
+    assert asked.tool_choice == RequiredTool("agents__close")
 
 
 LARK = {"type": "grammar", "syntax": "lark", "definition": "start: /a/"}
