@@ -13,6 +13,7 @@ that way, against 1.2 ms as objects.
 from __future__ import annotations
 
 from array import array
+from bisect import bisect_left
 from dataclasses import dataclass, field
 from typing import Literal, TypeAlias
 
@@ -277,6 +278,14 @@ class Counters:
     accepted_tokens: int = 0
     step_tokens: int = 0
     steps_by_tokens: tuple[int, ...] = (0,) * (len(STEP_TOKENS_BUCKETS) + 1)
+
+    def count_step(self, num_tokens: int) -> None:
+        """Count a step that computed ``num_tokens``, unless it computed none."""
+        if num_tokens:
+            self.step_tokens += num_tokens
+            counts = list(self.steps_by_tokens)
+            counts[bisect_left(STEP_TOKENS_BUCKETS, num_tokens)] += 1
+            self.steps_by_tokens = tuple(counts)
 
     def copy(self) -> Counters:
         """A copy, made in every step. Takes a fifth of the time of ``dataclasses.replace``."""

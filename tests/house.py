@@ -22,7 +22,7 @@ FLOOR = {
 }  # fmt: skip
 PURE_CORE = {f"engine/{name}.py" for name in (
     "engine_core", "scheduler", "queues/base", "queues/fair", "sequence", "kv_cache_manager", "block_pool", "outbox",
-    "step_plan", "step_budget", "adapter_table", "client_loads", "block_hashes", "timelines/observer",
+    "step_plan", "step_budget", "snapshot", "adapter_table", "client_loads", "block_hashes", "timelines/observer",
 )}  # fmt: skip
 ONLY_IN = {  # package -> prefixes of the files that may import it
     "torch": ("worker/", "models/", "native/"),

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from bisect import bisect_left, insort
+from bisect import insort
 from collections import defaultdict
 from collections.abc import Callable, Iterator
 from itertools import count
@@ -16,6 +16,7 @@ from raylm.engine.outbox import ClientOutputs
 from raylm.engine.parking import Parking
 from raylm.engine.queues import create_queue
 from raylm.engine.sequence import RequestState, Sequence, Status
+from raylm.engine.snapshot import take_snapshot
 from raylm.engine.step_budget import create_budget
 from raylm.engine.step_plan import StepPlan
 from raylm.engine.time_limits import TimeLimits
@@ -31,9 +32,7 @@ from raylm.messages import (
     OtherClients,
     SchedulerOutput,
 )
-from raylm.metrics import STEP_TOKENS_BUCKETS
 
-MOST_LISTED = 2**16  # blocks in a snapshot, which takes a few milliseconds then
 _MOST_GIVEN_UP = 256  # expired requests ended before one step; takes about 1 ms
 
 
@@ -158,27 +157,7 @@ class Scheduler:
         return self._budget.first_token_s(tokens)
 
     def snapshot(self) -> EngineSnapshot:
-        """The sequences and blocks held now. Lists at most MOST_LISTED blocks: meanwhile no step begins."""
-        sequences, room, left_out = list(self._sequences.values()), MOST_LISTED, 0
-        block_ids: list[list[int]] = []
-        for seq in sequences:
-            shown, count = self.kv.held_blocks(seq, room)
-            block_ids.append(shown)
-            room, left_out = room - len(shown), left_out + count - len(shown)
-        cached = self.kv.pool.cached(room)
-        return EngineSnapshot(
-            stats=self.stats(),
-            num_blocks=self.kv.pool.num_blocks,
-            block_size=self.kv.block_size,
-            request_ids=[seq.state.request.request_id for seq in sequences],
-            indexes=[seq.index for seq in sequences],
-            statuses=[seq.status.value for seq in sequences],
-            num_tokens=[len(seq.token_ids) for seq in sequences],
-            num_computed=[seq.num_computed for seq in sequences],
-            block_ids=block_ids,
-            cached=cached,
-            left_out=left_out + self.kv.pool.num_cached - len(cached),
-        )
+        return take_snapshot(self.stats(), self._sequences.values(), self.kv)
 
     # ---------------------------------------------------------------- schedule
 
@@ -337,16 +316,9 @@ class Scheduler:
         self._append_tokens(result, outputs)
         self._take_vectors(result, outputs)
         self.counters.drafted_tokens += result.drafted_tokens
-        self._count_step(plan.num_tokens + result.drafted_tokens)
+        self.counters.count_step(plan.num_tokens + result.drafted_tokens)
         now = self.clock()
         return {client_id: entry.columns(result, self.stats(client_id), now) for client_id, entry in outputs.items()}
-
-    def _count_step(self, num_tokens: int) -> None:
-        if num_tokens:
-            self.counters.step_tokens += num_tokens
-            counts = list(self.counters.steps_by_tokens)
-            counts[bisect_left(STEP_TOKENS_BUCKETS, num_tokens)] += 1
-            self.counters.steps_by_tokens = tuple(counts)
 
     def stats(self, client_id: str | None = None) -> EngineStats:
         """The stats for a client. Without a client, ``others`` is empty."""

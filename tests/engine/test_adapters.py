@@ -16,7 +16,7 @@ from raylm.engine.outbox import Outbox
 from raylm.errors import InvalidRequestError, ModelNotFoundError, OverloadedError
 from raylm.messages import EngineCoreRequest, LoRAAdapter
 from tests.engine.build import request
-from tests.engine.test_engine_core import Tokens, collect, running, until
+from tests.engine.running_core import Tokens, collect, running, until
 from tests.fakes import FakeExecutor, FakeModel, FakeWorker
 
 ONE, TWO = LoRAAdapter("one", "path/one"), LoRAAdapter("two", "path/two")

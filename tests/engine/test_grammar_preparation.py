@@ -13,7 +13,7 @@ from raylm.engine.grammar_preparation import MAX_KNOWN
 from raylm.errors import InvalidRequestError
 from raylm.messages import EngineCoreRequest, ServiceLevel
 from tests.engine.build import request
-from tests.engine.test_engine_core import collect, running, until
+from tests.engine.running_core import collect, running, until
 from tests.fakes import FakeExecutor
 
 CONFIG = Config(cache=CacheConfig(num_blocks=64))

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from raylm.engine import scheduler
+from raylm.engine import snapshot
 from raylm.engine.sequence import sequence_seed
 from raylm.messages import Logprobs, ModelRunnerOutput, SchedulerOutput
 from tests.engine.build import EOS, Engine, crowd, request
@@ -322,7 +322,7 @@ def test_clients_get_their_own_entries_and_logprobs() -> None:
 
 
 def test_a_snapshot_lists_so_many_blocks_however_large_the_pool_is(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(scheduler, "MOST_LISTED", 7)
+    monkeypatch.setattr(snapshot, "MOST_LISTED", 7)
     engine = Engine(num_blocks=40, max_num_batched_tokens=200)
     engine.add(list(range(40)), key=1, max_tokens=1)
     while engine.scheduler.has_work:

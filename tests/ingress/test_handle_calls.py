@@ -18,7 +18,7 @@ from raylm.frontend import Admission, ClientDisconnectedError, CompletionDelta, 
 from raylm.ingress.http.errors import clip
 from raylm.params import PoolingParams, SamplingParams
 from tests.ingress.bad_inputs import ENDPOINTS
-from tests.ingress.console.test_requests import Stack
+from tests.ingress.console.stack import Stack
 from tests.ingress.fake_llm import FakeAsyncLLM, think_and_call
 
 with warnings.catch_warnings():

@@ -11,7 +11,7 @@ import pytest
 
 from raylm.frontend import current_id, open_observers
 from raylm.stages import Format, Source, configure_logs
-from tests.ingress.console.test_requests import Stack
+from tests.ingress.console.stack import Stack
 from tests.ingress.test_real_llm import TEXT
 
 PLANTED = "-".join(("planted", "prompt"))  # so that no line of this file has it

@@ -30,7 +30,7 @@ from raylm.simulate import (
     simulate,
 )
 from tests.engine.build import request
-from tests.engine.test_engine_core import collect, running, until
+from tests.engine.running_core import collect, running, until
 from tests.fakes import FakeExecutor, FakeWorker
 
 

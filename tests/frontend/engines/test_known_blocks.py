@@ -18,7 +18,7 @@ from raylm.frontend.engines.engine_client import LocalEngineClient
 from raylm.frontend.engines.routed_engine import KnownBlocks, Route, RoutedEngine
 from raylm.messages import BlockChanges, EngineCoreOutputs, EngineInfo, EngineStats
 from tests.engine.build import request
-from tests.engine.test_engine_core import running, until
+from tests.engine.running_core import running, until
 from tests.fakes import FakeExecutor, FakeWorker
 
 NEWS = EngineCoreOutputs([], [], [], [], [], [], [], EngineStats())

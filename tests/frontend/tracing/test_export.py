@@ -25,7 +25,7 @@ from raylm.ingress.handle_calls import HandleCalls
 from raylm.version import VERSION
 from tests.frontend.noted import noted
 from tests.frontend.tracing.collector import Collector, values
-from tests.ingress.console.test_requests import Stack
+from tests.ingress.console.stack import Stack
 from tests.ingress.harness import CHAT, until
 from tests.ingress.test_real_llm import TEXT
 

@@ -14,7 +14,7 @@ from raylm.ingress import build_asgi_app
 from raylm.ingress.routes import Surroundings
 from tests.chromium import CHROMIUM, Page, chromium
 from tests.frontend.noted import noted
-from tests.ingress.console.test_requests import Stack
+from tests.ingress.console.stack import Stack
 from tests.ingress.fake_llm import FakeAsyncLLM
 from tests.ingress.harness import served, until
 from tests.ingress.test_real_llm import PROMPT, TEXT, ids_of
