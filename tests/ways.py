@@ -54,8 +54,9 @@ class Listener:
 
     def _note(self, frame: FrameType, event: str, _: object) -> None:
         module = str(frame.f_globals.get("__name__"))
-        if module in DATA and frame.f_back is not None:
-            module = str(frame.f_back.f_globals.get("__name__"))
+        caller = frame.f_back
+        while module in DATA and caller is not None:
+            module, caller = str(caller.f_globals.get("__name__")), caller.f_back
         if event == "call" and module.startswith("raylm.") and not self.ended:
             function = frame.f_code.co_qualname
             self.calls.append((module.removeprefix("raylm."), function))
