@@ -166,7 +166,8 @@ class EngineCore:
 
     def _admit(self, client_id: str, request: EngineCoreRequest) -> None:
         try:
-            self.scheduler.add(client_id, request, *self._adapters.loaded(request.adapter))
+            adapter = () if request.adapter is None else self._adapters.loaded(request.adapter)
+            self.scheduler.add(client_id, request, *adapter)
         except RayLMError as error:
             self._refuse(client_id, request.key, error)
         except Exception as error:  # an unexpected error ends this request only
