@@ -16,6 +16,7 @@ from raylm.stages import about
 MEMORY = ":memory:"
 ENDED = "status NOT IN ('queued', 'in_progress')"
 END_OF_CONVERSATION = "later = 0"
+ROW_BYTES = 512  # size of a row in addition to its content
 _CACHE_KIB = 16_384
 _CHECKPOINT_BYTES = 16 * 2**20  # of the log, about 500 puts; the first write after a checkpoint waits for the disk
 _LARGEST_LOG_PAGES = 16_384
@@ -58,7 +59,35 @@ _COUNTS = (
     " DELETE FROM events WHERE response = OLD.id;"
     " END",
 )
-MIGRATIONS: tuple[tuple[str, ...], ...] = (_TABLES, _COUNTS)
+# Conversations and their items. Triggers keep the bytes of each conversation, and add them to those of its owner.
+_CONVERSATIONS = (
+    "CREATE TABLE conversations ("
+    " id TEXT PRIMARY KEY, owner TEXT NOT NULL, metadata TEXT NOT NULL, created INTEGER NOT NULL, used REAL NOT NULL,"
+    " next INTEGER NOT NULL DEFAULT 0, size INTEGER NOT NULL)",
+    "CREATE INDEX conversations_by_use ON conversations (owner, used)",
+    "CREATE INDEX conversations_by_age ON conversations (used)",
+    "CREATE TABLE conversation_items ("
+    " conversation TEXT NOT NULL, place INTEGER NOT NULL, id TEXT NOT NULL, data BLOB NOT NULL,"
+    " PRIMARY KEY (conversation, place)) WITHOUT ROWID",
+    "CREATE UNIQUE INDEX items_by_id ON conversation_items (conversation, id)",
+    "CREATE TRIGGER conversation_kept AFTER INSERT ON conversations BEGIN"
+    " INSERT INTO owners VALUES (NEW.owner, NEW.size) ON CONFLICT (owner) DO UPDATE SET size = size + excluded.size;"
+    " END",
+    "CREATE TRIGGER conversation_changed AFTER UPDATE OF size ON conversations BEGIN"
+    " UPDATE owners SET size = size + NEW.size - OLD.size WHERE owner = NEW.owner;"
+    " END",
+    "CREATE TRIGGER conversation_dropped AFTER DELETE ON conversations BEGIN"
+    " UPDATE owners SET size = size - OLD.size WHERE owner = OLD.owner;"
+    " DELETE FROM conversation_items WHERE conversation = OLD.id;"
+    " END",
+    f"CREATE TRIGGER item_kept AFTER INSERT ON conversation_items BEGIN"
+    f" UPDATE conversations SET size = size + LENGTH(NEW.data) + {ROW_BYTES} WHERE id = NEW.conversation;"
+    " END",
+    f"CREATE TRIGGER item_dropped AFTER DELETE ON conversation_items BEGIN"
+    f" UPDATE conversations SET size = size - LENGTH(OLD.data) - {ROW_BYTES} WHERE id = OLD.conversation;"
+    " END",
+)
+MIGRATIONS: tuple[tuple[str, ...], ...] = (_TABLES, _COUNTS, _CONVERSATIONS)
 """Statements that create each schema version from the previous one. ``PRAGMA user_version`` is the version."""
 
 

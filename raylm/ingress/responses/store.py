@@ -6,33 +6,19 @@ import asyncio
 import sqlite3
 import time
 from collections.abc import Callable, Sequence
-from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
 from dataclasses import dataclass
-from typing import Any, TypeVar, cast
+from typing import Any, cast
 
 import orjson
 
-from raylm.errors import StoreLostError
 from raylm.ingress.http.body import JSONObject
-from raylm.ingress.http.errors import logger
-from raylm.ingress.responses.database import (
-    END_OF_CONVERSATION,
-    ENDED,
-    MEMORY,
-    Checkpoints,
-    is_damaged,
-    move_aside,
-    open_database,
-)
-from raylm.stages import about
-
-T = TypeVar("T")
+from raylm.ingress.responses.conversation_store import ConversationStore, Turn
+from raylm.ingress.responses.database import END_OF_CONVERSATION, MEMORY, ROW_BYTES
 
 LEASE_S = 5.0  # a job whose maker has not renewed it for this time goes to another maker
 MOST_MAKERS = 3  # of one job; a job that crashed this many makers fails
 FOLLOW_S = 5.0  # time for which `follow` waits for events
-_ROW_BYTES = 512  # size of a row in addition to its content
 UNFINISHED = ("queued", "in_progress")
 
 
@@ -57,7 +43,7 @@ class LostJob:
     tokens: int
 
 
-class ResponseStore:
+class ResponseStore(ConversationStore):
     """Stores responses in the file ``path`` or in memory. One thread does all work on the file.
 
     A response belongs to its ``owner``, the name of an API key ("" without keys), and only its owner can read it. Its
@@ -80,16 +66,9 @@ class ResponseStore:
         max_age_s: float = 30 * 24 * 3600.0,
         clock: Callable[[], float] = time.time,
     ) -> None:
-        self._max_bytes = max_bytes
-        self._max_age_s = max_age_s
-        self._clock = clock
+        super().__init__(path, max_bytes, max_age_s, clock)
         self._cancelled: dict[str, asyncio.Event] = {}
         self._told: dict[str, asyncio.Event] = {}
-        self._thread = ThreadPoolExecutor(1, "responses")
-        self._path = path
-        self._fails = False
-        self._database = open_database(path)
-        self._checkpoints = Checkpoints(path)
 
     async def put(
         self,
@@ -100,33 +79,36 @@ class ResponseStore:
         job: bytes | None = None,
         maker: str | None = None,
         events: ToldEvents | None = None,
+        turn: Turn | None = None,
     ) -> None:
-        """Store a record with its latest events. A record that has ended does not change.
+        """Store a record with its latest events, and its turn of a conversation.
 
-        If ``maker`` is given without ``job``, the record updates an existing one, and is ignored unless this is still
-        its maker.
+        A record that has ended does not change. If ``maker`` is given without ``job``, the record
+        updates an existing one, and is ignored unless this is still its maker.
         """
 
         def work() -> None:
-            now, status = self._clock(), _status(record)
+            now, status, stored = self._clock(), _status(record), 1
             if job is not None or maker is None:
                 place = self._one("SELECT COALESCE(MAX(place), 0) + 1 FROM responses")[0]
                 self._database.execute(
                     "INSERT INTO responses (id, owner, previous, status, record, job, maker, lease, used, place, size) "
                     "VALUES (?, ?, ?, ?, ?, ?, ?, ?, ?, ?, ?)",
                     (response_id, owner, previous, status, record, job, maker, now + LEASE_S, now, place,
-                     len(record) + len(job or b"") + _ROW_BYTES),
+                     len(record) + len(job or b"") + ROW_BYTES),
                 )  # fmt: skip
             if events is not None and maker is not None:
                 self._tell(response_id, maker, events)
             if job is None and maker is not None:
-                self._database.execute(
+                stored = self._database.execute(
                     "UPDATE responses SET status = ?1, record = ?2, used = ?3, job = CASE WHEN ?5 THEN job END,"
                     " size = size + ?4 - LENGTH(record) - CASE WHEN ?5 THEN 0 ELSE COALESCE(LENGTH(job), 0) END"
                     " WHERE id = ?6 AND maker = ?7 AND status IN ('queued', 'in_progress')",
                     (status, record, now, len(record), status in UNFINISHED, response_id, maker),
-                )
-            self._make_room(owner, response_id, now)
+                ).rowcount
+            if turn is not None and stored:
+                self._add(owner, turn, now)
+            self._make_room(owner, [response_id] if turn is None else [response_id, turn.conversation], now)
 
         await self._do(work)
         self._wake(self._told, response_id)
@@ -288,37 +270,6 @@ class ResponseStore:
         with self._database:
             self._database.execute("UPDATE responses SET lease = MAX(lease, ?)", (self._clock() + LEASE_S,))
 
-    async def _do(self, work: Callable[[], T]) -> T:
-        """Run one transaction on the thread. It completes even if the caller is cancelled."""
-
-        def transaction() -> T:
-            try:
-                return self._transaction(work)
-            except sqlite3.Error as error:
-                if is_damaged(error) and self._path != MEMORY:
-                    self._checkpoints.wait()
-                    self._database.close()
-                    move_aside(self._path, error)
-                    self._database = open_database(self._path)
-                    return self._transaction(work)
-                if not self._fails:
-                    self._fails = True
-                    message = "ingress.store: %s cannot be used: %s"
-                    logger.error(message, self._path, error, extra=about("responses"))
-                raise StoreLostError("The store of responses cannot be used now; try again shortly.") from error
-
-        return await asyncio.shield(asyncio.get_running_loop().run_in_executor(self._thread, transaction))
-
-    def _transaction(self, work: Callable[[], T]) -> T:
-        with self._database:
-            done = work()
-        self._fails = False
-        self._checkpoints.begin_if_due()
-        return done
-
-    def _one(self, query: str, *values: object) -> Any:
-        return self._database.execute(query, values).fetchone()
-
     def _row(self, owner: str, response_id: str, columns: str) -> Any:
         """Columns of a response, if the owner may see it."""
         return self._one(
@@ -332,7 +283,7 @@ class ResponseStore:
             (response_id, events.last, events.tokens, events.data, response_id, maker),
         )
         if told.rowcount:
-            size = len(events.data) + _ROW_BYTES
+            size = len(events.data) + ROW_BYTES
             self._database.execute("UPDATE responses SET size = size + ? WHERE id = ?", (size, response_id))
 
     def _newest_event(self, response_id: str) -> tuple[int, int]:
@@ -350,33 +301,13 @@ class ResponseStore:
             event = {"type": "response.failed", "response": content["response"], "sequence_number": last + 1}
             row = response_id, last + 1, tokens, orjson.dumps([event])
             self._database.execute("INSERT INTO events VALUES (?, ?, ?, ?)", row)
-            more = len(row[-1]) + _ROW_BYTES
+            more = len(row[-1]) + ROW_BYTES
         self._database.execute(
             "UPDATE responses SET status = ?, record = ?, job = NULL,"
             " size = size + ? - LENGTH(record) - COALESCE(LENGTH(job), 0) WHERE id = ?",
             (status, ended, len(ended) + more, response_id),
         )
         return ended
-
-    def _make_room(self, owner: str, newest: str, now: float) -> None:
-        """Delete old responses, then the least recently used above ``max_bytes``.
-
-        If all remaining responses lead to ``newest``, the beginning of its conversation is deleted. Using a response
-        need not update those before it, because they are deleted after it.
-        """
-        old = f"SELECT id FROM responses WHERE used < ? AND id != ? AND {END_OF_CONVERSATION} AND {ENDED} LIMIT 1"
-        while oldest := self._one(old, now - self._max_age_s, newest):
-            self._drop(oldest[0])
-        while (self._one("SELECT size FROM owners WHERE owner = ?", owner) or (0,))[0] > self._max_bytes:
-            ends = (
-                f"SELECT id FROM responses WHERE owner = ? AND id != ? AND {END_OF_CONVERSATION} AND {ENDED}"
-                " ORDER BY used, place DESC LIMIT 1"
-            )
-            others = f"SELECT id FROM responses WHERE owner = ? AND id != ? AND {ENDED} ORDER BY place LIMIT 1"
-            oldest = self._one(ends, owner, newest) or self._one(others, owner, newest)
-            if oldest is None:
-                return
-            self._drop(oldest[0])
 
     def _drop_unneeded(self, response_id: str | None) -> None:
         """Delete a response that is marked as deleted, if none follows it; then its predecessors in the same way."""
@@ -386,9 +317,6 @@ class ResponseStore:
                 return
             self._drop(response_id)
             response_id = found[0]
-
-    def _drop(self, response_id: str) -> None:
-        self._database.execute("DELETE FROM responses WHERE id = ?", (response_id,))
 
     def _wake(self, waiting: dict[str, asyncio.Event], response_id: str) -> None:
         if (event := waiting.pop(response_id, None)) is not None:
