@@ -37,7 +37,7 @@ class ConversationStore(StoreFile):
 
     async def create_conversation(self, owner: str, conversation: Conversation, items: Items) -> None:
         def work() -> None:
-            now, size = self._clock(), ROW_BYTES + len(conversation.metadata)
+            now, size = self._database.now(), ROW_BYTES + len(conversation.metadata)
             self._database.execute(
                 "INSERT INTO conversations (id, owner, metadata, created, used, size) VALUES (?, ?, ?, ?, ?, ?)",
                 (conversation.id, owner, conversation.metadata, conversation.created, now, size),
@@ -48,14 +48,14 @@ class ConversationStore(StoreFile):
         await self._do(work)
 
     async def conversation(self, owner: str, conversation: str) -> Conversation | None:
-        return await self._do(lambda: self._conversation(owner, conversation))
+        return await self._read(lambda: self._conversation(owner, conversation))
 
     async def update_conversation(self, owner: str, conversation: str, metadata: str) -> Conversation | None:
         def work() -> Conversation | None:
             self._database.execute(
-                "UPDATE conversations SET size = size + LENGTH(?1) - LENGTH(metadata), metadata = ?1, used = ?2"
-                " WHERE id = ?3 AND owner = ?4",
-                (metadata, self._clock(), conversation, owner),
+                "UPDATE conversations SET size = size + ? - LENGTH(metadata), metadata = ?, used = ?"
+                " WHERE id = ? AND owner = ?",
+                (len(metadata), metadata, self._database.now(), conversation, owner),
             )
             return self._conversation(owner, conversation)
 
@@ -75,7 +75,7 @@ class ConversationStore(StoreFile):
             there = "SELECT 1 FROM conversation_items WHERE conversation = ? AND id = ?"
             known = [item_id for item_id, _ in turn.items if self._one(there, turn.conversation, item_id)]
             if not known:
-                now = self._clock()
+                now = self._database.now()
                 self._add(owner, turn, now)
                 self._make_room(owner, [turn.conversation], now)
             return known
@@ -86,7 +86,7 @@ class ConversationStore(StoreFile):
         """Add the items of a response that is not stored. Items that the conversation has stay in their place."""
 
         def work() -> None:
-            now = self._clock()
+            now = self._database.now()
             self._add(owner, turn, now)
             self._make_room(owner, [turn.conversation], now)
 
@@ -98,7 +98,9 @@ class ConversationStore(StoreFile):
         def work() -> list[bytes] | None:
             if self._conversation(owner, conversation) is None:
                 return None
-            self._database.execute("UPDATE conversations SET used = ? WHERE id = ?", (self._clock(), conversation))
+            self._database.execute(
+                "UPDATE conversations SET used = ? WHERE id = ?", (self._database.now(), conversation)
+            )
             query = "SELECT data FROM conversation_items WHERE conversation = ? ORDER BY place"
             return [data for (data,) in self._database.execute(query, (conversation,))]
 
@@ -125,7 +127,7 @@ class ConversationStore(StoreFile):
             )
             return [data for (data,) in self._database.execute(query, (conversation, begin, most))]
 
-        return await self._do(work)
+        return await self._read(work)
 
     async def item(self, owner: str, conversation: str, item_id: str) -> bytes | None:
         """None also if there is no such item."""
@@ -137,7 +139,7 @@ class ConversationStore(StoreFile):
             found: Any = self._one(query, conversation, item_id)
             return None if found is None else found[0]
 
-        return await self._do(work)
+        return await self._read(work)
 
     async def delete_item(self, owner: str, conversation: str, item_id: str) -> bool:
         """Returns whether there was such an item."""
@@ -160,8 +162,8 @@ class ConversationStore(StoreFile):
         found = self._one("SELECT next FROM conversations WHERE id = ? AND owner = ?", turn.conversation, owner)
         if found is None:
             return
-        self._database.executemany(
-            "INSERT OR IGNORE INTO conversation_items VALUES (?, ?, ?, ?)",
+        self._database.execute_each(
+            "INSERT INTO conversation_items VALUES (?, ?, ?, ?) ON CONFLICT DO NOTHING",
             [(turn.conversation, place, item_id, data) for place, (item_id, data) in enumerate(turn.items, found[0])],
         )
         self._database.execute(

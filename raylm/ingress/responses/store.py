@@ -1,12 +1,11 @@
-"""ResponseStore: owns an application's stored responses in SQLite. Several replicas share it as an actor."""
+"""ResponseStore: an application's stored responses, in SQLite or Postgres."""
 
 from __future__ import annotations
 
 import asyncio
-import sqlite3
-import time
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from contextlib import suppress
+from contextvars import Context
 from dataclasses import dataclass
 from typing import Any, cast
 
@@ -14,11 +13,12 @@ import orjson
 
 from raylm.ingress.http.body import JSONObject
 from raylm.ingress.responses.conversation_store import ConversationStore, Turn
-from raylm.ingress.responses.database import END_OF_CONVERSATION, MEMORY, ROW_BYTES
+from raylm.ingress.responses.database import END_OF_CONVERSATION, ROW_BYTES, Database, Writes
 
 LEASE_S = 5.0  # a job whose maker has not renewed it for this time goes to another maker
 MOST_MAKERS = 3  # of one job; a job that crashed this many makers fails
 FOLLOW_S = 5.0  # time for which `follow` waits for events
+_TOLD, _ENDED = "told", "ended"  # what one store announces to others
 UNFINISHED = ("queued", "in_progress")
 
 
@@ -44,7 +44,7 @@ class LostJob:
 
 
 class ResponseStore(ConversationStore):
-    """Stores responses in the file ``path`` or in memory. One thread does all work on the file.
+    """Stores responses in a database, by default in memory. One thread does all work on the database.
 
     A response belongs to its ``owner``, the name of an API key ("" without keys), and only its owner can read it. Its
     record is JSON: {"response": …, "input": items}. Responses linked by ``previous`` form a conversation; each is
@@ -55,20 +55,21 @@ class ResponseStore(ConversationStore):
     A ``job`` is the input for generating an unfinished response again. Its maker renews it while it works on it. A job
     that is not renewed for LEASE_S is given to the next maker that asks.
 
-    A damaged file is moved aside, and its responses are lost. All methods raise StoreLostError if the file cannot be
-    used, for example because the disk is full.
+    Several stores may share a Postgres database. What one of them writes wakes those that wait at the others.
+
+    All methods raise StoreLostError if the database cannot be used, for example because the disk is full.
     """
 
     def __init__(
         self,
-        path: str = MEMORY,
+        database: Database | None = None,
         max_bytes: int = 128 * 2**20,
         max_age_s: float = 30 * 24 * 3600.0,
-        clock: Callable[[], float] = time.time,
     ) -> None:
-        super().__init__(path, max_bytes, max_age_s, clock)
+        super().__init__(database, max_bytes, max_age_s)
         self._cancelled: dict[str, asyncio.Event] = {}
         self._told: dict[str, asyncio.Event] = {}
+        self._listening: asyncio.Task[None] | None = None
 
     async def put(
         self,
@@ -88,7 +89,7 @@ class ResponseStore(ConversationStore):
         """
 
         def work() -> None:
-            now, status, stored = self._clock(), _status(record), 1
+            now, status, stored = self._database.now(), _status(record), 1
             if job is not None or maker is None:
                 place = self._one("SELECT COALESCE(MAX(place), 0) + 1 FROM responses")[0]
                 self._database.execute(
@@ -100,22 +101,29 @@ class ResponseStore(ConversationStore):
             if events is not None and maker is not None:
                 self._tell(response_id, maker, events)
             if job is None and maker is not None:
+                goes_on = status in UNFINISHED
                 stored = self._database.execute(
-                    "UPDATE responses SET status = ?1, record = ?2, used = ?3, job = CASE WHEN ?5 THEN job END,"
-                    " size = size + ?4 - LENGTH(record) - CASE WHEN ?5 THEN 0 ELSE COALESCE(LENGTH(job), 0) END"
-                    " WHERE id = ?6 AND maker = ?7 AND status IN ('queued', 'in_progress')",
-                    (status, record, now, len(record), status in UNFINISHED, response_id, maker),
+                    "UPDATE responses SET status = ?, record = ?, used = ?, job = CASE WHEN ? THEN job END,"
+                    " size = size + ? - LENGTH(record) - CASE WHEN ? THEN 0 ELSE COALESCE(LENGTH(job), 0) END"
+                    " WHERE id = ? AND maker = ? AND status IN ('queued', 'in_progress')",
+                    (status, record, now, goes_on, len(record), goes_on, response_id, maker),
                 ).rowcount
             if turn is not None and stored:
                 self._add(owner, turn, now)
             self._make_room(owner, [response_id] if turn is None else [response_id, turn.conversation], now)
+            self._database.announce(_TOLD, response_id)
 
         await self._do(work)
         self._wake(self._told, response_id)
 
     async def append(self, response_id: str, maker: str, events: ToldEvents) -> None:
         """Store events of a response, unless it has ended or has another maker now."""
-        await self._do(lambda: self._tell(response_id, maker, events))
+
+        def work() -> None:
+            self._tell(response_id, maker, events)
+            self._database.announce(_TOLD, response_id)
+
+        await self._do(work, durable=False)  # the record, when it is put, comes with all before it
         self._wake(self._told, response_id)
 
     async def get(self, owner: str, response_id: str) -> bytes | None:
@@ -123,11 +131,11 @@ class ResponseStore(ConversationStore):
             found = self._row(owner, response_id, "record")
             if found is None:
                 return None
-            with suppress(sqlite3.OperationalError):  # a full disk can still be read
-                self._database.execute("UPDATE responses SET used = ? WHERE id = ?", (self._clock(), response_id))
+            used = "UPDATE responses SET used = ? WHERE id = ?"  # a full disk can still be read
+            self._database.attempt(used, (self._database.now(), response_id))
             return cast(bytes, found[0])
 
-        return await self._do(work)
+        return await self._read(work)
 
     async def history(self, owner: str, response_id: str) -> list[bytes] | None:
         """The records of a conversation that ends with a response, oldest first. None if one is missing."""
@@ -135,7 +143,7 @@ class ResponseStore(ConversationStore):
         def work() -> list[bytes] | None:
             chain = self._database.execute(
                 "WITH RECURSIVE chain (id, previous, record, depth) AS ("
-                " SELECT id, previous, record, 0 FROM responses WHERE id = ? AND owner = ? AND NOT deleted"
+                " SELECT id, previous, record, 0 FROM responses WHERE id = ? AND owner = ? AND deleted = 0"
                 " UNION ALL SELECT r.id, r.previous, r.record, depth + 1 FROM chain JOIN responses r"
                 " ON r.id = chain.previous AND r.owner = ?)"
                 " SELECT record, previous FROM chain ORDER BY depth DESC",
@@ -143,7 +151,7 @@ class ResponseStore(ConversationStore):
             ).fetchall()
             return [record for record, _ in chain] if chain and chain[0][1] is None else None
 
-        return await self._do(work)
+        return await self._read(work)
 
     async def has_events(self, owner: str, response_id: str) -> bool | None:
         """Whether a response has stored events, which every streaming background response has. None if it is unknown.
@@ -155,7 +163,7 @@ class ResponseStore(ConversationStore):
             found = self._row(owner, response_id, "EXISTS (SELECT 1 FROM events WHERE response = responses.id)")
             return None if found is None else bool(found[0])
 
-        return await self._do(work)
+        return await self._read(work)
 
     async def follow(self, owner: str, response_id: str, after: int) -> tuple[list[bytes], str] | None:
         """Arrays of events after number ``after``, and the status. Waits a limited time for events.
@@ -171,15 +179,16 @@ class ResponseStore(ConversationStore):
             )
             return [data for (data,) in rows], found[0]
 
+        self._listen()
         told = self._told.setdefault(response_id, asyncio.Event())
-        found = await self._do(work)
+        found = await self._read(work)
         if found is None or found[1] not in UNFINISHED:
             self._wake(self._told, response_id)
         elif not found[0]:
             with suppress(TimeoutError):
                 async with asyncio.timeout(FOLLOW_S):
                     await told.wait()
-            return await self._do(work)
+            return await self._read(work)
         return found
 
     async def delete(self, owner: str, response_id: str) -> bool:
@@ -196,12 +205,12 @@ class ResponseStore(ConversationStore):
             )
             self._drop_unneeded(response_id)
             used = "UPDATE responses SET used = ? WHERE id = ?"  # it may be the end of its conversation now
-            self._database.execute(used, (self._clock(), found[0]))
+            self._database.execute(used, (self._database.now(), found[0]))
+            self._database.announce(_ENDED, response_id)
             return True
 
         found = await self._do(work)
-        self._wake(self._cancelled, response_id)
-        self._wake(self._told, response_id)
+        self._hear(_ENDED, response_id)
         return found
 
     async def cancel(self, owner: str, response_id: str) -> bytes | None:
@@ -211,19 +220,22 @@ class ResponseStore(ConversationStore):
             found = self._row(owner, response_id, "record, status")
             if found is None or found[1] not in UNFINISHED:
                 return None if found is None else cast(bytes, found[0])
+            self._database.announce(_ENDED, response_id)
             return self._end(response_id, found[0], "cancelled", None)
 
         found = await self._do(work)
-        self._wake(self._cancelled, response_id)
-        self._wake(self._told, response_id)
+        self._hear(_ENDED, response_id)
         return found
 
     async def until_cancelled(self, owner: str, response_id: str) -> None:
         """Wait until the response is cancelled or deleted. Only its maker waits."""
-        event = self._cancelled.setdefault(response_id, asyncio.Event())
+        self._listen()
         try:
-            found = await self._do(lambda: self._row(owner, response_id, "status"))
-            if found is not None and found[0] in UNFINISHED:
+            while True:
+                event = self._cancelled.setdefault(response_id, asyncio.Event())
+                found = await self._read(lambda: self._row(owner, response_id, "status"))
+                if found is None or found[0] not in UNFINISHED:
+                    return
                 await event.wait()
         finally:
             self._cancelled.pop(response_id, None)
@@ -232,13 +244,14 @@ class ResponseStore(ConversationStore):
         """Renew the jobs in ``making``, and give at most ``most`` lost jobs to this maker."""
 
         def work() -> list[LostJob]:
-            now = self._clock()
+            now = self._database.now()
             unfinished = "status IN ('queued', 'in_progress')"
-            self._database.execute(
-                f"UPDATE responses SET lease = ? WHERE maker = ? AND {unfinished} AND id IN"
-                " (SELECT value FROM json_each(?))",
-                (now + LEASE_S, maker, orjson.dumps(list(making)).decode()),
+            self._database.execute_each(
+                f"UPDATE responses SET lease = ? WHERE maker = ? AND {unfinished} AND id = ?",
+                [(now + LEASE_S, maker, response_id) for response_id in making],
             )
+            if now < self._database.since + LEASE_S:  # others could not renew theirs either
+                return []
             lost = self._database.execute(
                 f"SELECT id, owner, record, job, makers FROM responses WHERE {unfinished} AND lease < ?"
                 " ORDER BY place LIMIT ?",
@@ -258,7 +271,7 @@ class ResponseStore(ConversationStore):
                 taken.append(LostJob(owner, response_id, record, job, last, tokens))
             return taken
 
-        return await self._do(work)
+        return await self._do(work, durable=False)
 
     async def release(self, response_id: str, maker: str) -> None:
         """Give up a job, so that the next maker may take it at once."""
@@ -267,13 +280,29 @@ class ResponseStore(ConversationStore):
 
     def renew_all(self) -> None:
         """Renew all jobs, because makers may be alive although the store restarted."""
-        with self._database:
-            self._database.execute("UPDATE responses SET lease = MAX(lease, ?)", (self._clock() + LEASE_S,))
+
+        def work() -> None:
+            lease = self._database.now() + LEASE_S
+            self._database.execute("UPDATE responses SET lease = ? WHERE lease < ?", (lease, lease))
+
+        self._database.run(work, Writes.DURABLE)
+
+    def _listen(self) -> None:
+        """Hear of what other stores write, from now on."""
+        if self._database.is_shared and (self._listening is None or self._listening.done()):
+            # an empty context: Ray's context belongs to the request
+            self._listening = asyncio.create_task(self._database.listen(self._hear), context=Context())
+
+    def _hear(self, what: str, response_id: str | None) -> None:
+        """Wake those that wait for a response, all if it is None."""
+        for waiting in (self._told, self._cancelled) if what == _ENDED else (self._told,):
+            for one in list(waiting) if response_id is None else (response_id,):
+                self._wake(waiting, one)
 
     def _row(self, owner: str, response_id: str, columns: str) -> Any:
         """Columns of a response, if the owner may see it."""
         return self._one(
-            f"SELECT {columns} FROM responses WHERE id = ? AND owner = ? AND NOT deleted", response_id, owner
+            f"SELECT {columns} FROM responses WHERE id = ? AND owner = ? AND deleted = 0", response_id, owner
         )
 
     def _tell(self, response_id: str, maker: str, events: ToldEvents) -> None:
@@ -312,7 +341,7 @@ class ResponseStore(ConversationStore):
     def _drop_unneeded(self, response_id: str | None) -> None:
         """Delete a response that is marked as deleted, if none follows it; then its predecessors in the same way."""
         while response_id is not None:
-            query = f"SELECT previous FROM responses WHERE id = ? AND deleted AND {END_OF_CONVERSATION}"
+            query = f"SELECT previous FROM responses WHERE id = ? AND deleted = 1 AND {END_OF_CONVERSATION}"
             if (found := self._one(query, response_id)) is None:
                 return
             self._drop(response_id)

@@ -3,70 +3,48 @@
 from __future__ import annotations
 
 import asyncio
-import sqlite3
 from collections.abc import Callable, Collection
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any, TypeVar
 
 from raylm.errors import StoreLostError
-from raylm.ingress.http.errors import logger
-from raylm.ingress.responses.database import (
-    END_OF_CONVERSATION,
-    ENDED,
-    MEMORY,
-    Checkpoints,
-    is_damaged,
-    move_aside,
-    open_database,
-)
-from raylm.stages import about
+from raylm.ingress.responses.database import END_OF_CONVERSATION, ENDED, MEMORY, Database, FileDatabase, Writes
 
 T = TypeVar("T")
 
 
 class StoreFile:
-    """The file ``path``, or memory. One thread does all work on it. ``_do`` runs one transaction.
+    """A database, by default in memory. One thread does all work on it. ``_do`` runs one transaction.
 
     Of each owner at most ``max_bytes`` are kept, and nothing that was not used for ``max_age_s``.
     """
 
-    def __init__(self, path: str, max_bytes: int, max_age_s: float, clock: Callable[[], float]) -> None:
+    def __init__(self, database: Database | None, max_bytes: int, max_age_s: float) -> None:
         self._max_bytes = max_bytes
         self._max_age_s = max_age_s
-        self._clock = clock
         self._thread = ThreadPoolExecutor(1, "responses")
-        self._path = path
-        self._fails = False
-        self._database = open_database(path)
-        self._checkpoints = Checkpoints(path)
+        self._database = FileDatabase(MEMORY) if database is None else database
 
-    async def _do(self, work: Callable[[], T]) -> T:
-        """Run one transaction on the thread. It completes even if the caller is cancelled."""
+    async def _read(self, work: Callable[[], T]) -> T:
+        """Run statements that write nothing others depend on, on the thread."""
+        return await self._on_thread(work, Writes.NONE)
 
-        def transaction() -> T:
-            try:
-                return self._transaction(work)
-            except sqlite3.Error as error:
-                if is_damaged(error) and self._path != MEMORY:
-                    self._checkpoints.wait()
-                    self._database.close()
-                    move_aside(self._path, error)
-                    self._database = open_database(self._path)
-                    return self._transaction(work)
-                if not self._fails:
-                    self._fails = True
-                    message = "ingress.store: %s cannot be used: %s"
-                    logger.error(message, self._path, error, extra=about("responses"))
-                raise StoreLostError("The store of responses cannot be used now; try again shortly.") from error
+    async def _do(self, work: Callable[[], T], *, durable: bool = True) -> T:
+        """Run one transaction on the thread. It completes even if the caller is cancelled.
 
-        return await asyncio.shield(asyncio.get_running_loop().run_in_executor(self._thread, transaction))
+        Without ``durable`` it may be lost if the machine of the database loses power, but not what is written later.
+        """
+        return await self._on_thread(work, Writes.DURABLE if durable else Writes.LOSABLE)
 
-    def _transaction(self, work: Callable[[], T]) -> T:
-        with self._database:
-            done = work()
-        self._fails = False
-        self._checkpoints.begin_if_due()
-        return done
+    async def _on_thread(self, work: Callable[[], T], writes: Writes) -> T:
+        done = self._thread.submit(self._database.run, work, writes)
+        try:
+            async with asyncio.timeout(self._database.answer_s):
+                return await asyncio.shield(asyncio.wrap_future(done))
+        except TimeoutError as error:
+            if not done.cancel():
+                self._database.give_up(work)
+            raise StoreLostError("The store of responses does not answer now; try again shortly.") from error
 
     def _one(self, query: str, *values: object) -> Any:
         return self._database.execute(query, values).fetchone()
