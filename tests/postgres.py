@@ -7,10 +7,13 @@ import shutil
 import signal
 import subprocess
 import tempfile
+from collections.abc import Sequence
 from contextlib import suppress
 from pathlib import Path
 
 from tests.serving import free_port
+
+_USER = "postgres"
 
 
 def programs() -> Path | None:
@@ -30,15 +33,19 @@ def lacking() -> str | None:
 class Postgres:
     """A server. It refuses to run as root, which runs it as the user of the distribution's package."""
 
-    def __init__(self, host: str = "127.0.0.1") -> None:
+    def __init__(self, host: str = "127.0.0.1", inside: Sequence[str] = ()) -> None:
+        """Start it at an address; ``inside`` is what a command begins with to have its network."""
         found = programs()
         assert found is not None
-        self._programs, self._user = found, "postgres" if os.geteuid() == 0 else None
+        self._programs, self._inside = found, list(inside)
         self.folder = Path(tempfile.mkdtemp(prefix="raylm-postgres-", dir="/tmp"))
-        if self._user is not None:
-            shutil.chown(self.folder, self._user)
+        if os.geteuid() == 0:
+            shutil.chown(self.folder, _USER)
+            self._inside += ["setpriv", f"--reuid={_USER}", f"--regid={_USER}", "--clear-groups"]
         self.host, self.port = host, free_port()
         self._run("initdb", "--no-sync", "--auth=trust", "--username=raylm", "--encoding=UTF8", "-D", self._data)
+        with (self.folder / "data" / "pg_hba.conf").open("a") as clients:
+            clients.write("host all all all trust\n")
         self.start()
 
     @property
@@ -74,5 +81,5 @@ class Postgres:
         shutil.rmtree(self.folder, ignore_errors=True)
 
     def _run(self, program: str, *arguments: str) -> None:
-        command = [str(self._programs / program), *arguments]
-        subprocess.run(command, user=self._user, check=True, stdout=subprocess.DEVNULL, cwd=self.folder)
+        command = [*self._inside, str(self._programs / program), *arguments]
+        subprocess.run(command, check=True, stdout=subprocess.DEVNULL, cwd=self.folder)

@@ -52,5 +52,6 @@ def test_root_installs_it(works: bool, programs: Path, monkeypatch: pytest.Monke
     put(programs, "apt-get", f'echo "$RUNLEVEL $@" >> {log}; {f"[ $2 = update ] || {{ {copy}; }}" if works else ""}')
     assert software.main() == (not works)
     assert log.read_text().splitlines() == [
-        "1 --quiet=2 update", "1 --quiet=2 install --yes --no-install-recommends chromium prometheus",
+        "1 --quiet=2 update",
+        f"1 --quiet=2 install --yes --no-install-recommends {' '.join(software.PROGRAMS)}",
     ]  # fmt: skip

@@ -1,0 +1,86 @@
+"""The head of a cluster is lost, and its GCS: with Redis no stream of the server ends, with Postgres no response."""
+
+from __future__ import annotations
+
+import os
+import shutil
+import signal
+import time
+from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+
+import pytest
+
+from tests import postgres
+from tests.nodes.cluster import Cluster, results
+from tests.nodes.machines import OPERATOR, Network, lacking
+from tests.postgres import Postgres
+
+MISSING = lacking() or postgres.lacking() or (None if shutil.which("redis-server") else "redis-server is not installed")
+pytestmark = [
+    pytest.mark.ray,
+    pytest.mark.long,
+    pytest.mark.skipif(MISSING is not None, reason=f"machines, Postgres and Redis: {MISSING}"),
+]
+REDIS_PORT = 6400
+AWAY_S = 10.0  # far below the 60 s that Ray's processes wait for a GCS
+
+
+@pytest.fixture(scope="module")
+def cluster(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Cluster]:
+    """Two nodes beside the head, which has no engine and no ingress. The operator has Redis and Postgres."""
+    folder = tmp_path_factory.mktemp("machines")
+    with Network(3, folder) as network:
+        options = ("--bind", OPERATOR, "--port", str(REDIS_PORT), "--protected-mode", "no", "--save", "")
+        redis = network.begin("redis-server", *options)
+        store = Postgres(OPERATOR, network.inside_operator)
+        try:
+            cluster = Cluster(network, head_cpus=0, redis=f"{OPERATOR}:{REDIS_PORT}")
+            cluster.deploy(folder, store=store.url)
+            yield cluster
+        finally:
+            store.remove()
+            redis.terminate()
+            redis.communicate()
+
+
+def restart_gcs(cluster: Cluster) -> None:
+    """End the head's GCS alone, and start it again as Ray started it."""
+    (pid,) = [one for one in cluster.head.members() if _command(one)[0].endswith("/gcs_server")]
+    command = _command(pid)
+    environment = dict(one.split("=", 1) for one in Path(f"/proc/{pid}/environ").read_text().split("\0") if "=" in one)
+    os.kill(pid, signal.SIGKILL)
+    time.sleep(AWAY_S)
+    cluster.head.begin(*command, **environment)
+
+
+def restart_head(cluster: Cluster) -> None:
+    """End the head's whole machine, and start it again."""
+    cluster.head.kill()
+    time.sleep(AWAY_S)
+    cluster.head.start()
+    cluster.start_head()
+
+
+def _command(pid: int) -> list[str]:
+    return Path(f"/proc/{pid}/cmdline").read_text().rstrip("\0").split("\0")
+
+
+@pytest.mark.parametrize("fault", [restart_gcs, restart_head])
+def test_no_stream_is_cut_when_the_gcs_starts_again(
+    cluster: Cluster, fault: Callable[[Cluster], None], capsys: pytest.CaptureFixture[str]
+) -> None:
+    undisturbed = [one["text"] for one in results(cluster.begin_streams(cluster.served))]
+    streams = cluster.begin_streams(cluster.served)
+    time.sleep(4)  # for all of them to have begun
+    with ThreadPoolExecutor(1) as pool:
+        over = pool.submit(fault, cluster)
+        found = results(streams)
+        over.result()
+    with capsys.disabled():
+        gap, cuts, total_s = max(one["gap"][0] for one in found), sum(len(one["cuts"]) for one in found), found[0]["s"]
+        print(f"\n{fault.__name__}: longest gap {gap:.1f} s, {cuts} cuts, {total_s:.0f} s")
+    assert [one["cuts"] for one in found] == [[]] * len(found)
+    assert [one["text"] for one in found] == undisturbed
+    cluster.wait_until_whole()  # it knows the actors again
