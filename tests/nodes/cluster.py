@@ -27,8 +27,9 @@ class Cluster:
     Each has an engine and an ingress, but a head without ``head_cpus``.
     """
 
-    def __init__(self, network: Network, *, head_cpus: int = 2, redis: str | None = None) -> None:
-        self.network, self.head = network, network.machines[0]
+    def __init__(self, network: Network, folder: Path, *, head_cpus: int = 2, redis: str | None = None) -> None:
+        self.network, self.head, self._folder = network, network.machines[0], folder
+        self.ingress: dict[str, Any] = {}  # of the configuration, beside the number
         self.served = network.machines if head_cpus else network.machines[1:]
         self._head_cpus = str(head_cpus)
         self.asked: Machine | None = None if head_cpus == 0 else self.head
@@ -53,11 +54,11 @@ class Cluster:
         head = f"{self.head.address}:6379"
         machine.run("ray", "start", "--address", head, "--num-cpus", "2", "--node-ip-address", machine.address)
 
-    def deploy(self, folder: Path, **ingress: Any) -> None:
+    def deploy(self, **engine: Any) -> None:
         """Serve the embedded model, and wait until all of it is there."""
         count = len(self.served)
-        args: dict[str, Any] = {"model": "embedded", "engine": {"threads": 1, "replicas": count}}
-        args["ingress"] = {"replicas": count} | ingress
+        args: dict[str, Any] = {"model": "embedded", "engine": {"threads": 1, "replicas": count} | engine}
+        args["ingress"] = {"replicas": count} | self.ingress
         application = {"name": "default", "import_path": "raylm:build_app", "route_prefix": "/", "args": args}
         tree = {
             "applications": [application],
@@ -65,8 +66,9 @@ class Cluster:
             "http_options": {"host": "0.0.0.0", "port": 8000},
             "controller_options": {"runtime_env": {"env_vars": SERVE_VARIABLES}},
         }
-        (folder / "serve.yaml").write_text(yaml.safe_dump(tree))
-        self.network.operator("serve", "deploy", "-a", f"http://{self.head.address}:8265", str(folder / "serve.yaml"))
+        path = self._folder / "serve.yaml"
+        path.write_text(yaml.safe_dump(tree))
+        self.network.operator("serve", "deploy", "-a", f"http://{self.head.address}:8265", str(path))
         self.wait_until_whole()
 
     def seen(self) -> dict[str, Any]:

@@ -98,13 +98,13 @@ class ConversationStore(StoreFile):
         def work() -> list[bytes] | None:
             if self._conversation(owner, conversation) is None:
                 return None
-            self._database.execute(
-                "UPDATE conversations SET used = ? WHERE id = ?", (self._database.now(), conversation)
-            )
             query = "SELECT data FROM conversation_items WHERE conversation = ? ORDER BY place"
-            return [data for (data,) in self._database.execute(query, (conversation,))]
+            found = [data for (data,) in self._database.execute(query, (conversation,))]
+            used = "UPDATE conversations SET used = ? WHERE id = ?"  # a full disk can still be read
+            self._database.attempt(used, (self._database.now(), conversation))
+            return found
 
-        return await self._do(work)
+        return await self._read(work)
 
     async def page(
         self, owner: str, conversation: str, after: str | None, most: int, oldest_first: bool

@@ -38,10 +38,12 @@ class StoreFile:
 
     async def _on_thread(self, work: Callable[[], T], writes: Writes) -> T:
         done = self._thread.submit(self._database.run, work, writes)
+        answer = asyncio.wrap_future(done)
         try:
             async with asyncio.timeout(self._database.answer_s):
-                return await asyncio.shield(asyncio.wrap_future(done))
+                return await asyncio.shield(answer)
         except TimeoutError as error:
+            answer.add_done_callback(lambda _: answer.cancelled() or answer.exception())  # nobody waits for it now
             if not done.cancel():
                 self._database.give_up(work)
             raise StoreLostError("The store of responses does not answer now; try again shortly.") from error

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-from pathlib import Path
 from typing import Any
 
 import httpx
@@ -13,16 +12,23 @@ import pytest
 from starlette.applications import Starlette
 
 from raylm.config import Config
-from raylm.ingress import build_asgi_app
+from raylm.ingress import Surroundings, build_asgi_app
 from raylm.ingress.responses.conversation_store import Conversation, Turn
 from raylm.ingress.responses.store import ResponseStore, ToldEvents
 from tests.conformance.specification import violations
 from tests.ingress.fake_llm import FakeAsyncLLM
 from tests.ingress.harness import client_of, typed_events
+from tests.ingress.responses.conftest import Place
 from tests.ingress.responses.test_store import Clock, record
 
 MODEL = "org/fake-model"
 HI = {"role": "user", "content": "Hi"}
+
+
+@pytest.fixture
+def app(llm: FakeAsyncLLM, place: Place) -> Starlette:
+    config = Config.model_validate({"ingress": {"store": place.knob}})
+    return build_asgi_app(llm, config, surroundings=Surroundings(application=place.application))  # type: ignore[arg-type]
 
 
 async def post(client: httpx.AsyncClient, path: str, status: int = 200, **fields: Any) -> dict[str, Any]:
@@ -213,8 +219,8 @@ async def test_the_official_client(app: Starlette) -> None:
         assert (await api.conversations.delete(made.id)).deleted
 
 
-async def test_a_background_response_adds_its_turn_once() -> None:
-    store = ResponseStore(clock=Clock())
+async def test_a_background_response_adds_its_turn_once(place: Place) -> None:
+    store = ResponseStore(place.open(Clock()))
     await store.create_conversation("", Conversation("conv", "{}", 0), [])
     turn = Turn("conv", [("a", b'{"id": "a"}'), ("b", b'{"id": "b"}')])
     await store.put("", "r", record(status="in_progress"), None, b"{}", "first")
@@ -227,20 +233,19 @@ async def test_a_background_response_adds_its_turn_once() -> None:
     assert await store.items("", "conv") == [b'{"id": "a"}', b'{"id": "b"}', b"{}"]
 
 
-async def test_they_survive_a_restart(tmp_path: Path) -> None:
-    path = str(tmp_path / "responses.sqlite")
-    store = ResponseStore(path)
+async def test_they_survive_a_restart(place: Place) -> None:
+    store = ResponseStore(place.open())
     await store.create_conversation("", Conversation("conv", "{}", 7), [("a", b"{}")])
-    again = ResponseStore(path)
+    again = ResponseStore(place.open())
     assert await again.conversation("", "conv") == Conversation("conv", "{}", 7)
     assert await again.items("", "conv") == [b"{}"]
 
 
-async def test_the_least_recently_used_makes_room() -> None:
+async def test_the_least_recently_used_makes_room(place: Place) -> None:
     def item(name: str) -> tuple[str, bytes]:
         return name, b'"' + b"x" * 1000 + b'"'
 
-    store = ResponseStore(max_bytes=6000, clock=Clock())
+    store = ResponseStore(place.open(Clock()), max_bytes=6000)
     await store.create_conversation("", Conversation("a", "{}", 0), [item("1")])
     await store.put("", "r", record("x" * 1000))
     await store.create_conversation("", Conversation("b", "{}", 0), [])
