@@ -30,6 +30,7 @@ class Cluster:
     def __init__(self, network: Network, folder: Path, *, head_cpus: int = 2, redis: str | None = None) -> None:
         self.network, self.head, self._folder = network, network.machines[0], folder
         self.ingress: dict[str, Any] = {}  # of the configuration, beside the number
+        self.key = "none"  # of an admin
         self.served = network.machines if head_cpus else network.machines[1:]
         self._head_cpus = str(head_cpus)
         self.asked: Machine | None = None if head_cpus == 0 else self.head
@@ -68,13 +69,16 @@ class Cluster:
         }
         path = self._folder / "serve.yaml"
         path.write_text(yaml.safe_dump(tree))
-        self.network.operator("serve", "deploy", "-a", f"http://{self.head.address}:8265", str(path))
+        deploy = ("serve", "deploy", "-a", f"http://{self.head.address}:8265", str(path))
+        # Serve gives its proxies a limited time to start, which is too short on a crowded machine
+        until(lambda: self.network.operator(*deploy) is not None, "it is not deployed")
         self.wait_until_whole()
 
     def seen(self) -> dict[str, Any]:
         """What a proxy says of the cluster, to a client on its machine, the last one that has a server."""
         asked = self.asked or self.served[-1]
-        found: dict[str, Any] = json.loads(asked.run("curl", "-sf", "-m", "10", "http://localhost:8000/v1/cluster"))
+        ask = ("curl", "-sf", "-m", "10", "-H", f"authorization: Bearer {self.key}", "http://localhost:8000/v1/cluster")
+        found: dict[str, Any] = json.loads(asked.run(*ask))
         return found
 
     def nodes_of(self, kind: str) -> list[str]:

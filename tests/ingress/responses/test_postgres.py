@@ -17,6 +17,9 @@ from raylm.ingress.responses.database import MIGRATIONS, Writes
 from raylm.ingress.responses.postgres import PostgresDatabase, examine
 from raylm.ingress.responses.shared_store import open_store
 from raylm.ingress.responses.store import LEASE_S, ResponseStore, ToldEvents
+from tests.ingress.refused import error_of
+from tests.ingress.responses.conftest import Place
+from tests.ingress.responses.test_background import PATH, replica, status
 from tests.ingress.responses.test_store import record
 from tests.postgres import Postgres, lacking
 from tests.serving import free_port
@@ -171,6 +174,24 @@ async def test_a_server_that_falls_silent_is_lost_within_a_limit(own: Postgres) 
     own.freeze(frozen=False)
     await back(store)
     assert await store.get("me", "a") == record("a")
+
+
+async def test_what_clients_see_of_a_server_that_is_away(own: Postgres) -> None:
+    """503 for what is stored, while other answers go on; and all of it again when the server is back."""
+    assert (PostgresDatabase.answer_s or 99) < 5
+    async with replica(Place(own.url, "app")) as one:
+        stored = (await one.create(background=False)).json()
+        own.stop()
+        path = f"{PATH}/{stored['id']}"
+        refused = (await one.client.get(path), await one.create(), await one.client.delete(path))
+        assert [error_of(answer, 503)["code"] for answer in refused] == ["store_lost"] * 3
+        answer = (await one.create(background=False)).json()
+        assert (answer["status"], answer["store"]) == ("completed", False)
+        own.start()
+        await back(one.responses._store)
+        assert (await one.client.get(path)).json() == stored
+        made = (await one.create()).json()
+        assert (await status(one.client, made["id"]))["status"] == "completed"
 
 
 async def test_a_job_is_not_lost_because_the_server_was_away(own: Postgres, monkeypatch: pytest.MonkeyPatch) -> None:
