@@ -19,6 +19,8 @@ HEALTH_CHECKS = {
     "RAY_health_check_timeout_ms": "2000",
     "RAY_health_check_failure_threshold": "3",
 }
+# Of Serve with its proxies, which start slowly on a crowded machine. The usual limits end them before they are ready.
+PATIENCE = {"RAY_SERVE_PROXY_READY_CHECK_TIMEOUT_S": "120", "RAY_SERVE_HAPROXY_STARTUP_TIMEOUT_S": "120"}
 
 
 class Cluster:
@@ -65,7 +67,7 @@ class Cluster:
             "applications": [application],
             "proxy_location": "EveryNode",
             "http_options": {"host": "0.0.0.0", "port": 8000},
-            "controller_options": {"runtime_env": {"env_vars": SERVE_VARIABLES}},
+            "controller_options": {"runtime_env": {"env_vars": SERVE_VARIABLES | PATIENCE}},
         }
         path = self._folder / "serve.yaml"
         path.write_text(yaml.safe_dump(tree))
