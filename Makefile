@@ -24,7 +24,7 @@ test: $(VENV)/.dev  ## install what testing needs, then run all tests but the lo
 
 test-all: check software test long conformance clients  ## everything, also what takes long or needs other software
 
-software: $(VENV)/.dev  ## the programs that tests drive, Chromium and Prometheus: installed as root, else named
+software: $(VENV)/.dev  ## the programs that tests drive, as Chromium and Postgres: installed as root, else named
 	@$(BIN)/python -m tests.software
 
 long: $(VENV)/.dev  ## the tests that take minutes

@@ -17,7 +17,7 @@ from raylm.config import Config, EngineConfig, ReplicaRange, faults
 from raylm.engine import SUPERVISOR_CPUS, Engine, EnginePolicy, ScalingTargets, drain_limit_s, placement_bundles
 from raylm.errors import ConfigError
 from raylm.frontend import check_observers
-from raylm.ingress import SHARED_ACTORS, Ingress, read_keys
+from raylm.ingress import SHARED_ACTORS, Ingress, is_postgres, read_keys
 from raylm.ray_private import head_resource
 
 INGRESS_CPUS = 0.1
@@ -66,7 +66,7 @@ def build_app(config: Config | dict[str, Any]) -> Application:
         ray_actor_options={"num_cpus": INGRESS_CPUS},
     )
     shared_actors = {}
-    if config.ingress.replicas > 1:
+    if config.ingress.replicas > 1 and not is_postgres(config.ingress.store):
         options: dict[str, Any] = {
             "max_ongoing_requests": _SHARED_ACTOR_REQUESTS,
             "ray_actor_options": {"num_cpus": 0, "resources": {head_resource(): _ANY}},  # its file is there

@@ -214,8 +214,9 @@ class IngressConfig(Frozen):
     otlp_content: bool = False
     """Include prompts and answers in spans."""
     store: str | None = Field(None, min_length=1)
-    """SQLite file of stored and background responses; ':memory:' keeps them in memory. By default a file with the name
-    of the application in ~/.local/state/raylm (or XDG_STATE_HOME)."""
+    """SQLite file of stored and background responses, or the URL of a Postgres database, such as
+    postgresql://USER@HOST:5432/DATABASE, which needs `raylm[postgres]`; ':memory:' keeps them in memory. By default a
+    file with the name of the application in ~/.local/state/raylm (or XDG_STATE_HOME)."""
     recovery_timeout_s: float = Field(60, ge=0, le=3600)
     """Seconds that requests wait for a new engine when the last one was lost; should exceed the start of an engine.
 

@@ -10,6 +10,8 @@ import sys
 PROGRAMS = {  # by Debian's package, the names that one of them may have
     "chromium": ("chromium", "chromium-browser", "google-chrome"),
     "prometheus": ("prometheus",),
+    "postgresql": ("pg_ctlcluster", "initdb"),
+    "redis-server": ("redis-server",),
 }
 _NO_SERVICES = {"RUNLEVEL": "1", "DEBIAN_FRONTEND": "noninteractive"}  # only the program is wanted
 

@@ -56,6 +56,16 @@ def test_workers_that_fit_no_node_are_refused_by_name(monkeypatch: pytest.Monkey
     app.build_app({"device": "cpu", "engine": engine})
 
 
+def test_with_postgres_there_is_no_actor_of_the_store(monkeypatch: pytest.MonkeyPatch) -> None:
+    from raylm import app
+
+    monkeypatch.setattr(app.ray, "nodes", list)
+    monkeypatch.setattr(app, "head_resource", lambda: "node:head")
+    for store, actors in (("/var/lib/store", {"response_store"}), ("postgresql://db/raylm", set())):
+        built = app.build_app({"device": "cpu", "ingress": {"replicas": 2, "store": store}})
+        assert set(built._bound_deployment.init_kwargs) == actors
+
+
 def test_a_range_of_engines_is_serves_autoscaling_by_our_policy(monkeypatch: pytest.MonkeyPatch) -> None:
     from raylm import app
 

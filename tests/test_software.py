@@ -8,6 +8,8 @@ import pytest
 
 from tests import software
 
+NAMES = ("chromium", "prometheus", "pg_ctlcluster", "redis-server")
+
 
 @pytest.fixture
 def programs(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
@@ -22,8 +24,8 @@ def put(folder: Path, name: str, script: str = "") -> None:
 
 
 def test_all_is_there(programs: Path) -> None:
-    put(programs, "google-chrome")
-    put(programs, "prometheus")
+    for name in ("google-chrome", "prometheus", "initdb", "redis-server"):
+        put(programs, name)
     assert software.main() == 0
 
 
@@ -33,7 +35,8 @@ def test_what_is_missing_and_cannot_be_installed_is_named(
 ) -> None:
     """Who is not root may not, and root may have no apt-get."""
     monkeypatch.setattr("os.geteuid", lambda: user)
-    put(programs, "chromium")
+    for name in ("chromium", "pg_ctlcluster", "redis-server"):
+        put(programs, name)
     if user:
         put(programs, "apt-get", "exit 1")
     assert software.main() == 1
@@ -45,9 +48,10 @@ def test_root_installs_it(works: bool, programs: Path, monkeypatch: pytest.Monke
     monkeypatch.setattr("os.geteuid", lambda: 0)
     log = programs / "log"
     put(programs, "made")
-    copy = "; ".join(f"/bin/cp {programs}/made {programs}/{name}" for name in ("chromium", "prometheus"))
+    copy = "; ".join(f"/bin/cp {programs}/made {programs}/{name}" for name in NAMES)
     put(programs, "apt-get", f'echo "$RUNLEVEL $@" >> {log}; {f"[ $2 = update ] || {{ {copy}; }}" if works else ""}')
     assert software.main() == (not works)
     assert log.read_text().splitlines() == [
-        "1 --quiet=2 update", "1 --quiet=2 install --yes --no-install-recommends chromium prometheus",
+        "1 --quiet=2 update",
+        f"1 --quiet=2 install --yes --no-install-recommends {' '.join(software.PROGRAMS)}",
     ]  # fmt: skip

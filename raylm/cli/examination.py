@@ -210,13 +210,19 @@ def check_keys(subject: Subject) -> Iterator[Finding]:
 
 
 def check_store(subject: Subject) -> Iterator[Finding]:
-    """Check the files of stored responses."""
-    from raylm.ingress import fault_of, find_store
+    """Check the files or databases of stored responses."""
+    from raylm.ingress import examine, fault_of, find_store, is_postgres
 
     for application in subject.file.ours:
         name, config = application.name, application.config
         assert config is not None
-        if (path := find_store(config.ingress.store, name)) is None:
+        if is_postgres(knob := config.ingress.store):
+            shown, fault = examine(str(knob))
+            found = f"responses are kept in {shown}" if fault is None else f"ingress.store: {shown}: {fault}"
+            cure = "" if fault is None else "start it; until then requests for stored responses get 503"
+            yield Finding("store", "ok" if fault is None else "note", found, cure)
+            continue
+        if (path := find_store(knob, name)) is None:
             yield Finding("store", "ok", "responses are kept in memory, until the ingress ends")
             continue
         there = next(folder for folder in (path, *path.absolute().parents) if folder.exists())

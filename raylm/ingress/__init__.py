@@ -13,6 +13,8 @@ if TYPE_CHECKING:
     from raylm.ingress.ingress import SHARED_ACTORS as SHARED_ACTORS
     from raylm.ingress.ingress import Ingress as Ingress
     from raylm.ingress.responses.database import fault_of as fault_of
+    from raylm.ingress.responses.postgres import examine as examine
+    from raylm.ingress.responses.postgres import is_postgres as is_postgres
     from raylm.ingress.responses.shared_store import find_store as find_store
     from raylm.ingress.routes import Surroundings as Surroundings
     from raylm.ingress.routes import build_asgi_app as build_asgi_app
@@ -23,6 +25,7 @@ _MODULES = {
     "http.haproxy": ("configure_controller",),
     "ingress": ("SHARED_ACTORS", "Ingress"),
     "responses.database": ("fault_of",),
+    "responses.postgres": ("examine", "is_postgres"),
     "responses.shared_store": ("find_store",),
     "routes": ("Surroundings", "build_asgi_app"),
 }

@@ -37,6 +37,13 @@ from raylm.ingress.openai.tokenize import Detokenize, DetokenizeRequest, Tokeniz
 from raylm.ingress.openai.unknown_fields import IncomingFields, KnownFields
 from raylm.ingress.responses.body import ResponsesRequest
 from raylm.ingress.responses.compact import CompactRequest
+from raylm.ingress.responses.conversations import (
+    AddItemsRequest,
+    Conversations,
+    CreateConversationRequest,
+    UpdateConversationRequest,
+    conversation_routes,
+)
 from raylm.ingress.responses.create import CreateResponse
 from raylm.ingress.responses.routes import response_routes
 from raylm.ingress.responses.shared_store import open_store
@@ -137,6 +144,7 @@ def build_asgi_app(
     chat, adapters = ChatCompletions(async_llm, config, stream_ids), AdapterHandlers(async_llm)
     store = open_store(shared_actors or {}, config.ingress.store, surroundings.application)
     responses = CreateResponse(async_llm, chat, store, requests, surroundings.secret)
+    conversations = Conversations(store, responses.histories)
     desk = Desk(async_llm, requests, surroundings.node)
     peers = surroundings.create_peers(desk)
 
@@ -146,6 +154,10 @@ def build_asgi_app(
         post("/v1/responses", ResponsesRequest, responses),
         post("/v1/responses/compact", CompactRequest, responses.compact),
         *response_routes(store, config.ingress.max_ongoing_requests),
+        post("/v1/conversations", CreateConversationRequest, conversations.create, unqueued),
+        post("/v1/conversations/{conversation_id}", UpdateConversationRequest, conversations.update, unqueued),
+        post("/v1/conversations/{conversation_id}/items", AddItemsRequest, conversations.add, unqueued),
+        *conversation_routes(store),
         post("/v1/messages", MessagesRequest, CreateMessage(chat), keep_alive=PING, resumable=True),
         post("/v1/messages/count_tokens", CountTokensRequest, CountTokens(chat)),
         post("/v1/embeddings", EmbeddingRequest, Embeddings(async_llm, config)),

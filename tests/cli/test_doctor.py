@@ -189,3 +189,11 @@ def test_the_store_of_responses_is_looked_at(tmp_path: Path) -> None:
     found = examined("embedded", "--ingress.store", str(path), status=0)["store"]
     assert (found["state"], "file is not a database" in found["text"]) == ("note", True)
     assert "ingress.store" in problem("store", "embedded", "--ingress.store", str(path / "x"))
+
+
+def test_a_store_in_postgres_is_looked_at() -> None:
+    found = examined("embedded", "--ingress.store", f"postgresql://me:secret@127.0.0.1:{free_port()}/x", status=0)[
+        "store"
+    ]
+    assert (found["state"], "refused" in found["text"], "secret" in found["text"]) == ("note", True, False)
+    assert "not a valid URL" in problem("store", "embedded", "--ingress.store", "postgresql://h:port/x")

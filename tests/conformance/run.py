@@ -63,6 +63,7 @@ def run(client: httpx.Client) -> Report:
     for case in cases():
         _send(client, case, model, report)
     _stored(client, model, report)
+    _conversation(client, model, report)
     return report
 
 
@@ -114,3 +115,29 @@ def _stored(client: httpx.Client, model: str, report: Report) -> None:
         report.check(client.get(f"{path}/{response['id']}/input_items").json(), "ResponseItemList", "input_items")
         report.expect(client.delete(f"{path}/{response['id']}").json()["deleted"], "a response is not deleted")
         report.check(client.get(f"{path}/{response['id']}").json(), "ErrorResponse", "after its end")
+
+
+def _conversation(client: httpx.Client, model: str, report: Report) -> None:
+    """The life of a conversation with its items and a response."""
+    made = client.post(
+        "/v1/conversations", json={"items": [{"role": "user", "content": "Hello"}], "metadata": {"a": "b"}}
+    )
+    report.check(made.json(), "ConversationResource", "a conversation")
+    path = f"/v1/conversations/{made.json()['id']}"
+    response = client.post("/v1/responses", json={"model": model, "conversation": made.json()["id"]} | RESPONSE).json()
+    report.check(response, "Response", "of a conversation")
+    call = {"type": "custom_tool_call", "call_id": "c", "name": "note", "input": "x"}
+    more = [call, {"type": "custom_tool_call_output", "call_id": "c", "output": "noted"}]
+    report.check(client.post(f"{path}/items", json={"items": more}).json(), "ConversationItemList", "added")
+    listed = client.get(f"{path}/items", params={"order": "asc"}).json()
+    report.check(listed, "ConversationItemList", "listed")
+    kinds = [item["type"] for item in listed["data"]]
+    expected = ["message", "message", *(item["type"] for item in response["output"]), *(item["type"] for item in more)]
+    report.expect(kinds == expected, f"the items of a conversation are {kinds}")
+    item = f"{path}/items/{listed['data'][0]['id']}"
+    report.check(client.get(item).json(), "ConversationItem", "one item")
+    report.check(client.delete(item).json(), "ConversationResource", "without an item")
+    report.check(client.get(item).json(), "ErrorResponse", "a deleted item")
+    report.check(client.post(path, json={"metadata": {}}).json(), "ConversationResource", "changed")
+    report.check(client.delete(path).json(), "DeletedConversationResource", "deleted")
+    report.check(client.get(path).json(), "ErrorResponse", "a deleted conversation")

@@ -22,6 +22,9 @@ ROOTS = [
     "ResponseItemList",
     "CompactResource",
     "ResponseStreamEvent",
+    "ConversationResource",
+    "DeletedConversationResource",
+    "ConversationItemList",
     "ErrorResponse",
     "ListModelsResponse",
     "Model",
@@ -33,6 +36,10 @@ SENT = {
     "ItemResource": {
         "InputMessageResource", "OutputMessage", "FunctionToolCallResource", "FunctionToolCallOutputResource",
         "CustomToolCallResource", "CustomToolCallOutputResource", "ReasoningItem", "CompactionBody",
+    },
+    "ConversationItem": {
+        "Message", "FunctionToolCallResource", "FunctionToolCallOutputResource", "ReasoningItem", "CompactionBody",
+        "CustomToolCall", "CustomToolCallOutput",
     },
     "ItemField": {"CompactionBody"},
     "InputItem": {"EasyInputMessage"},

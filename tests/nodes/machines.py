@@ -17,7 +17,7 @@ from pathlib import Path
 
 ROOT = Path(__file__).parent.parent.parent
 _NET = "10.77.0"
-_OPERATOR = f"{_NET}.254"
+OPERATOR = f"{_NET}.254"
 _DISABLED, _FORWARDING = "0", "3"  # states of a bridge's port
 # The first process of a machine. It mounts what is its own, and takes in processes that lose their parents. What lies
 # below /tmp and is needed stays visible there.
@@ -93,8 +93,15 @@ class Machine:
 
     def run(self, *command: str, timeout_s: float = 200, **environment: str) -> str:
         """What a command writes; its errors are errors."""
-        inside = ["nsenter", "-t", str(self._init), "-m", "-n", "-p", "-u", "-i", "--"]
-        return _run([*inside, "env", "-i", *_variables("/tmp/home", environment), *command], timeout_s)
+        return _run([*self._inside(environment), *command], timeout_s)
+
+    def begin(self, *command: str, **environment: str) -> None:
+        """A command that goes on until the machine ends."""
+        subprocess.Popen([*self._inside(environment), *command], stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)
+
+    def _inside(self, environment: dict[str, str]) -> list[str]:
+        entry = ["nsenter", "-t", str(self._init), "-m", "-n", "-p", "-u", "-i", "--"]
+        return [*entry, "env", "-i", *_variables("/tmp/home", environment)]
 
     def plug(self, *, in_: bool) -> None:
         """Whether packets pass. Without, neither side hears of it."""
@@ -114,7 +121,7 @@ class Machine:
     @contextmanager
     def frozen(self) -> Iterator[None]:
         """All its processes stop, and go on afterwards."""
-        members = self._members()
+        members = self.members()
         for pid in members:
             with suppress(ProcessLookupError):
                 os.kill(pid, signal.SIGSTOP)
@@ -125,7 +132,7 @@ class Machine:
                 with suppress(ProcessLookupError):
                     os.kill(pid, signal.SIGCONT)
 
-    def _members(self) -> list[int]:
+    def members(self) -> list[int]:
         def namespace(pid: str) -> str:
             with suppress(OSError):
                 return os.readlink(f"/proc/{pid}/ns/pid")
@@ -157,7 +164,7 @@ class Network:
         try:
             _ip("-n", self._hub, "link", "set", "lo", "up")
             _ip("-n", self._hub, "link", "add", "br0", "type", "bridge")
-            _ip("-n", self._hub, "addr", "add", f"{_OPERATOR}/24", "dev", "br0")
+            _ip("-n", self._hub, "addr", "add", f"{OPERATOR}/24", "dev", "br0")
             _ip("-n", self._hub, "link", "set", "br0", "up")
             for number in range(1, self._count + 1):
                 self.machines.append(Machine(self._prefix, number, self._folder))
@@ -175,8 +182,13 @@ class Network:
         command = (*self._as_operator(environment), *command)
         return subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, cwd=ROOT)
 
+    @property
+    def inside_operator(self) -> list[str]:
+        """What a command begins with to have the operator's network."""
+        return ["ip", "netns", "exec", self._hub]
+
     def _as_operator(self, environment: dict[str, str]) -> list[str]:
-        return ["ip", "netns", "exec", self._hub, "env", "-i", *_variables(str(self.home), environment)]
+        return [*self.inside_operator, "env", "-i", *_variables(str(self.home), environment)]
 
     def __exit__(self, *_: object) -> None:
         for machine in self.machines:

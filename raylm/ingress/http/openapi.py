@@ -29,6 +29,7 @@ _LIST_QUERY: dict[str, JSONObject] = {
 }
 _QUERIES: dict[str, dict[str, JSONObject]] = {
     "/v1/responses/{response_id}/input_items": _LIST_QUERY,
+    "/v1/conversations/{conversation_id}/items": _LIST_QUERY,
     **REQUEST_QUERIES,
 }
 
@@ -90,7 +91,8 @@ def _operation(route: Route, method: str) -> JSONObject:
         },
     }
     parameters = [(name, "path", {"type": "string"}) for name in route.param_convertors]
-    parameters += [(name, "query", schema) for name, schema in _QUERIES.get(path, {}).items()]
+    queries = {} if body is not None else _QUERIES.get(path, {})
+    parameters += [(name, "query", schema) for name, schema in queries.items()]
     if parameters:
         found["parameters"] = [
             {"name": name, "in": place, "required": place == "path", "schema": schema}

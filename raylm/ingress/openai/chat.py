@@ -29,6 +29,7 @@ if TYPE_CHECKING:
 
 _MetadataKey = Annotated[str, Field(max_length=64)]
 _MetadataValue = Annotated[str, Field(max_length=512)]
+Metadata = Annotated[dict[_MetadataKey, _MetadataValue], at_most(16)]
 CacheRetention = Annotated[
     Literal["in_memory", "in-memory", "24h"] | None, wish("prompt_cache_retention", None, "in_memory", "in-memory")
 ]
@@ -78,7 +79,7 @@ class ChatCompletionRequest(GenerationBody):
     add_generation_prompt: bool | None = None
     continue_final_message: bool | None = None
     chat_template_kwargs: dict[str, Any] | None = None
-    metadata: Annotated[dict[_MetadataKey, _MetadataValue] | None, at_most(16)] = None
+    metadata: Metadata | None = None
     safety_identifier: Annotated[str, Field(max_length=64)] | None = None
     prompt_cache_key: str | None = None
     prompt_cache_retention: CacheRetention = None

@@ -7,10 +7,11 @@ from functools import cached_property
 from typing import Annotated, Any, ClassVar, Literal
 
 from pydantic import AfterValidator, Field, model_validator
+from typing_extensions import TypedDict
 
 from raylm.ingress.http.body import JSONObject
 from raylm.ingress.openai.chat import CacheRetention, ChatCompletionRequest, ServiceTier, Verbosity
-from raylm.ingress.openai.fields import MAX_FIELDS, NumLogprobs, StrictPart, at_most, refuse, wish
+from raylm.ingress.openai.fields import MAX_FIELDS, NumLogprobs, OneOf, StrictPart, at_most, closed, refuse, wish
 from raylm.ingress.openai.generation import SamplingBody
 from raylm.ingress.openai.messages import MAX_TOOLS
 from raylm.ingress.responses.input import Input
@@ -48,6 +49,14 @@ def _only(rule: str, *served: object) -> AfterValidator:
 Summary = Literal["auto", "concise", "detailed", "none"]
 
 
+ConversationId = Annotated[str, Field(max_length=128)]
+
+
+@closed
+class ConversationName(TypedDict):
+    id: ConversationId
+
+
 class StreamOptions(StrictPart):
     include_obfuscation: Annotated[bool | None, _only("obfuscation is not supported; give false.", None, False)] = None
 
@@ -72,7 +81,7 @@ class ResponsesRequest(SamplingBody):
     """
 
     unserved: ClassVar[frozenset[str]] = frozenset({
-        "context_management", "conversation", "moderation", "prompt", "prompt_cache_options",
+        "context_management", "moderation", "prompt", "prompt_cache_options",
     })  # fmt: skip
 
     served_by: ClassVar[dict[str, str]] = SamplingBody.served_by | {
@@ -88,6 +97,9 @@ class ResponsesRequest(SamplingBody):
     input: Input
     instructions: str | None = None
     previous_response_id: Annotated[str, Field(max_length=128)] | None = None
+    conversation: (
+        Annotated[ConversationId | ConversationName, OneOf("expected a string or an object, but got {got}")] | None
+    ) = None
     stream: bool | None = None
     stream_options: StreamOptions | None = None
     store: bool | None = None
@@ -115,9 +127,15 @@ class ResponsesRequest(SamplingBody):
     def _served(self) -> ResponsesRequest:
         if self.background and self.store is False:
             raise refuse("it needs 'store', because the answer is fetched later", at="background")
+        if self.conversation is not None and self.previous_response_id is not None:
+            raise refuse("it cannot be used together with 'previous_response_id'", at="conversation")
         if not {_LOGPROBS, _SEALED_REASONING}.issuperset(self.include or ()):
             raise refuse(f"only {_LOGPROBS} and {_SEALED_REASONING} are supported.", at="include", served=False)
         return self
+
+    @property
+    def conversation_id(self) -> str | None:
+        return self.conversation["id"] if isinstance(self.conversation, dict) else self.conversation
 
     @property
     def with_logprobs(self) -> bool:

@@ -18,16 +18,14 @@ from raylm.errors import (
     CancelledRequestError,
     EngineDiedError,
     EngineUnavailableError,
-    NotFoundError,
     OverloadedError,
-    PreviousResponseNotFoundError,
     ShuttingDownError,
     StoreLostError,
 )
 from raylm.frontend import Request, Requests, offload
 from raylm.ingress.http.body import JSONObject
 from raylm.ingress.http.endpoint import Answer, Chunks
-from raylm.ingress.http.errors import as_known_error, clip, logger
+from raylm.ingress.http.errors import as_known_error, logger
 from raylm.ingress.http.sse import WAITING, named_event
 from raylm.ingress.http.stream_ids import NOTHING, OPEN, UNRESUMABLE, StreamId
 from raylm.ingress.openai.chat import ChatCompletions
@@ -37,7 +35,9 @@ from raylm.ingress.openai.logprobs import TokenTexts
 from raylm.ingress.responses.body import PARAM_NAMES, ResponsesRequest
 from raylm.ingress.responses.caller import Caller
 from raylm.ingress.responses.compact import CompactRequest
-from raylm.ingress.responses.input import chat_messages, input_items, item_id, references, response_of
+from raylm.ingress.responses.conversation_store import Turn
+from raylm.ingress.responses.history import Given, Histories, turn_of
+from raylm.ingress.responses.input import chat_messages, item_id
 from raylm.ingress.responses.job import Events, ResponseItems, ResponseJob
 from raylm.ingress.responses.sealing import Seal
 from raylm.ingress.responses.store import LEASE_S, UNFINISHED, LostJob, ResponseStore, ToldEvents
@@ -48,7 +48,6 @@ if TYPE_CHECKING:
     from raylm.frontend import AsyncLLM
     from raylm.ingress.openai.outputs import Outputs
 
-_BYTES_A_THING = 64  # about, of JSON
 _RENEW_S = LEASE_S / 3
 _BYTES_A_STEP = 16  # of stored events: parsing them takes about as long as one step of Python
 _MOST_AT_ONCE = 16  # jobs taken over in one call
@@ -71,6 +70,7 @@ class CreateResponse:
         self._store = store
         self._requests = requests
         self._seal = Seal(secret)
+        self.histories = Histories(store, self._seal)
         self._tokens = TokenTexts(llm)
         self._maker = uuid.uuid4().hex
         self._background: set[asyncio.Task[None]] = set()
@@ -78,17 +78,17 @@ class CreateResponse:
     async def __call__(self, body: ResponsesRequest, request: Request) -> Answer:
         owner = request.arrival.key_name
         check_model(body.model, self._llm)
-        response_id, items = await self._read_input(body, owner)
+        response_id, given = await self.histories.given(body, owner)
         begun = StreamId(b"-", response_id.encode(), [NOTHING]) if body.background else UNRESUMABLE
-        job, outputs = await self._start(request, response_id, body, items, owner, int(time.time()), begun)
+        job, outputs = await self._start(request, response_id, body, given, owner, int(time.time()), begun)
         if body.background:
-            return await self._in_background(job, outputs, items, body, request)
+            return await self._in_background(job, outputs, given, body, request)
         if body.stream:
-            return self._stream(job, outputs, items)
+            return self._stream(job, outputs, given.items)
         async with aclosing(job.events(outputs)) as events:
             async for _ in events:
                 pass
-        await self._keep(job, items)
+        await self._keep(job, given.items)
         return orjson.dumps(job.response())
 
     async def compact(self, asked: CompactRequest, request: Request) -> bytes:
@@ -96,8 +96,8 @@ class CreateResponse:
         owner = request.arrival.key_name
         check_model(asked.model, self._llm)
         body = await asked.as_response()
-        response_id, items = await self._read_input(body, owner)
-        job, outputs = await self._start(request, response_id, body, items, owner, int(time.time()), UNRESUMABLE)
+        response_id, given = await self.histories.given(body, owner)
+        job, outputs = await self._start(request, response_id, body, given, owner, int(time.time()), UNRESUMABLE)
         async with aclosing(job.events(outputs)) as events:
             async for _ in events:
                 pass
@@ -108,16 +108,6 @@ class CreateResponse:
         item = {"id": item_id("compaction", response_id, 0), "type": "compaction", "encrypted_content": sealed}
         compacted = {name: response[name] for name in ("id", "created_at", "usage")}
         return orjson.dumps(compacted | {"object": "response.compaction", "output": [item]})
-
-    async def _read_input(self, body: ResponsesRequest, owner: str) -> tuple[str, list[JSONObject]]:
-        """A new response's id, and the items of its input."""
-        # random, because without keys anyone who knows the id may read the response
-        response_id = f"resp_{uuid.uuid4().hex}"
-        unseal = partial(self._seal.open, owner=owner)
-        items = await offload(
-            lambda: input_items(body.input, response_id, unseal), len(body.input) if isinstance(body.input, list) else 1
-        )
-        return response_id, await self._resolve(owner, items)
 
     async def take_over(self) -> None:
         """Renew the leases of jobs here, and take over jobs of lost makers, while this replica serves."""
@@ -140,13 +130,13 @@ class CreateResponse:
         request: Request,
         response_id: str,
         body: ResponsesRequest,
-        items: list[JSONObject],
+        given: Given,
         owner: str,
         created_at: int,
         stream_id: StreamId,
     ) -> tuple[ResponseJob, Outputs]:
         """Start a response. Returns the job and its outputs; ``stream_id`` encodes the tokens sent before."""
-        items = await self._history(owner, body.previous_response_id) + items
+        items = given.all
         head = [{"role": "system", "content": body.instructions}] if body.instructions else []
         tools, _ = body.callable_tools
         with renamed(PARAM_NAMES), paths_of_tools(tools):
@@ -161,39 +151,6 @@ class CreateResponse:
         shown = ResponseItems(response_id, self._tokens, by_name, with_logprobs=body.with_logprobs, seal=seal)
         return ResponseJob(response_id, owner, body, params, shown, created_at), outputs
 
-    async def _history(self, owner: str, response_id: str | None) -> list[JSONObject]:
-        """The items of the stored conversation that ends with ``response_id``."""
-        if response_id is None:
-            return []
-        found = await self._store.history(owner, response_id)
-        if found is None:
-            message = f"Previous response with id '{clip(response_id, 100)}' not found; it may have expired."
-            raise PreviousResponseNotFoundError(message, param="previous_response_id")
-        records = await offload(
-            lambda: [orjson.loads(record) for record in found], sum(map(len, found)) // _BYTES_A_THING
-        )
-        return [item for record in records for item in (*record["input"], *record["response"]["output"])]
-
-    async def _resolve(self, owner: str, items: list[JSONObject]) -> list[JSONObject]:
-        """Replace references in ``items`` by the stored items. Each stored response is read once.
-
-        Raises:
-            NotFoundError: a referenced item is not stored.
-        """
-        referred = references(items)
-        found: dict[str, JSONObject] = {}
-        for response_id in {response_of(wanted) for wanted in referred.values()} - {None}:
-            if (record := await self._store.get(owner, str(response_id))) is not None:
-                stored = await offload(partial(orjson.loads, record), len(record) // _BYTES_A_THING)
-                found |= {item["id"]: item for item in (*stored["input"], *stored["response"]["output"])}
-        for place, wanted in referred.items():
-            if wanted not in found:
-                message = (
-                    f"Item with id '{clip(wanted, 100)}' not found: only items of stored responses can be referenced."
-                )
-                raise NotFoundError(message, param=f"input[{place}].id")
-        return [found[referred[place]] if place in referred else item for place, item in enumerate(items)]
-
     async def _record(self, job: ResponseJob, items: list[JSONObject]) -> bytes:
         response = job.response()
         return await offload(
@@ -204,15 +161,24 @@ class CreateResponse:
     async def _keep(self, job: ResponseJob, items: list[JSONObject]) -> None:
         """Store a response that has ended. If that fails, the response says that it is not stored."""
         response = job.response()
-        if not response["store"]:
-            return
-        record = await self._record(job, items)
+        turn = await self._turn(job, items)
         try:
-            await self._store.put(job.owner, job.id, record, response["previous_response_id"])
+            if response["store"]:
+                record, before = await self._record(job, items), response["previous_response_id"]
+                await self._store.put(job.owner, job.id, record, before, None, None, None, turn)
+            elif turn is not None:
+                await self._store.end_turn(job.owner, turn)
         except StoreLostError as error:
             job.stored = False
             lost = about("response.not_stored", job.id)
             logger.error("response %s was sent, but could not be stored: %s", job.id, error.message, extra=lost)
+
+    async def _turn(self, job: ResponseJob, items: list[JSONObject]) -> Turn | None:
+        """What a response that ended adds to its conversation, None if it has none, or failed."""
+        response = job.response()
+        if (conversation := response.get("conversation")) is None or job.status not in ("completed", "incomplete"):
+            return None
+        return await turn_of(conversation["id"], items + response["output"])
 
     async def _stream(self, job: ResponseJob, outputs: Outputs, items: list[JSONObject]) -> Chunks:
         numbers = count()
@@ -227,21 +193,27 @@ class CreateResponse:
                     yield b"".join(named_event(event | {"sequence_number": next(numbers)}) for event in events)
 
     async def _in_background(
-        self, job: ResponseJob, outputs: Outputs, items: list[JSONObject], body: ResponsesRequest, request: Request
+        self, job: ResponseJob, outputs: Outputs, given: Given, body: ResponsesRequest, request: Request
     ) -> Answer:
         """Answer at once. The response can be fetched, followed and cancelled during generation and later.
 
         The request is kept, with its place in the queue and its tokens.
         """
-        asked = {"body": body.model_dump(mode="json", exclude_unset=True), "caller": Caller.of(request).as_json()}
-        again = await offload(lambda: orjson.dumps(asked | {"items": items}), len(items))
-        record = await self._record(job, items)
+        asked: JSONObject = {
+            "body": body.model_dump(mode="json", exclude_unset=True),
+            "caller": Caller.of(request).as_json(),
+        }
+        asked["items"] = given.items
+        if body.conversation is not None:  # which may change meanwhile
+            asked["before"] = given.before
+        again = await offload(lambda: orjson.dumps(asked), len(given.all))
+        record = await self._record(job, given.items)
         # a streaming client needs the id
         told = _told(job.told_as("created", "queued"), -1, 0) if body.stream else None
         await self._store.put(job.owner, job.id, record, body.previous_response_id, again, self._maker, told)
         job.last = -1 if told is None else told.last
         request.keep()
-        self._begin(job.id, self._make(job, outputs, items, request)).add_done_callback(lambda _: request.end())
+        self._begin(job.id, self._make(job, outputs, given.items, request)).add_done_callback(lambda _: request.end())
         return follow(self._store, job.owner, job.id, -1) if body.stream else orjson.dumps(job.response())
 
     def _begin(self, response_id: str, making: Coroutine[Any, Any, None]) -> asyncio.Task[None]:
@@ -280,9 +252,11 @@ class CreateResponse:
                 request.record.note_body(body.model, body.stream)
                 check_model(body.model, self._llm)
                 resumed = StreamId(b"-", lost.response_id.encode(), [OPEN + lost.tokens if begun else NOTHING])
-                started = self._start(
-                    request, lost.response_id, body, asked["items"], lost.owner, job["created_at"], resumed
+                before = asked.get("before")
+                given = Given(
+                    asked["items"], await self.histories.before(body, lost.owner) if before is None else before
                 )
+                started = self._start(request, lost.response_id, body, given, lost.owner, job["created_at"], resumed)
                 made, outputs = await started
         except (EngineUnavailableError, OverloadedError):
             await self._release(lost.response_id)
@@ -362,7 +336,8 @@ class CreateResponse:
     async def _put(self, job: ResponseJob, items: list[JSONObject], events: Events) -> None:
         told = _told(events, job.last, job.tokens) if events and job.is_streamed else None
         job.last = job.last if told is None else told.last
-        await self._store.put(job.owner, job.id, await self._record(job, items), None, None, self._maker, told)
+        record, turn = await self._record(job, items), await self._turn(job, items)
+        await self._store.put(job.owner, job.id, record, None, None, self._maker, told, turn)
 
 
 def _may_succeed_later(error: Exception) -> bool:

@@ -145,30 +145,35 @@ class ResponseJob:
     def _as_asked(self) -> JSONObject:
         """The fields of the request, with the defaults that were applied."""
         body, params = self._body, self._params
-        return ({} if body.user is None else {"user": body.user}) | {
-            "background": bool(body.background),
-            "frequency_penalty": params.frequency_penalty,
-            "instructions": body.instructions,
-            "max_output_tokens": body.max_output_tokens,
-            "max_tool_calls": body.max_tool_calls,
-            "metadata": body.metadata or {},
-            "model": body.model,
-            "parallel_tool_calls": body.parallel_tool_calls is not False,
-            "presence_penalty": params.presence_penalty,
-            "previous_response_id": body.previous_response_id,
-            "prompt_cache_key": body.prompt_cache_key,
-            "reasoning": {"effort": body.reasoning.effort if body.reasoning is not None else None, "summary": None},
-            "safety_identifier": body.safety_identifier,
-            "service_tier": "default",
-            "store": self.stored,
-            "temperature": params.temperature,
-            "text": {"format": (body.text and body.text.format) or {"type": "text"}},
-            "tool_choice": body.tool_choice or "auto",
-            "tools": shown(body.tools),
-            "top_logprobs": body.top_logprobs or 0,
-            "top_p": params.top_p,
-            "truncation": body.truncation or "disabled",
-        }
+        named = {} if body.conversation_id is None else {"conversation": {"id": body.conversation_id}}
+        return (
+            ({} if body.user is None else {"user": body.user})
+            | named
+            | {
+                "background": bool(body.background),
+                "frequency_penalty": params.frequency_penalty,
+                "instructions": body.instructions,
+                "max_output_tokens": body.max_output_tokens,
+                "max_tool_calls": body.max_tool_calls,
+                "metadata": body.metadata or {},
+                "model": body.model,
+                "parallel_tool_calls": body.parallel_tool_calls is not False,
+                "presence_penalty": params.presence_penalty,
+                "previous_response_id": body.previous_response_id,
+                "prompt_cache_key": body.prompt_cache_key,
+                "reasoning": {"effort": body.reasoning.effort if body.reasoning is not None else None, "summary": None},
+                "safety_identifier": body.safety_identifier,
+                "service_tier": "default",
+                "store": self.stored,
+                "temperature": params.temperature,
+                "text": {"format": (body.text and body.text.format) or {"type": "text"}},
+                "tool_choice": body.tool_choice or "auto",
+                "tools": shown(body.tools),
+                "top_logprobs": body.top_logprobs or 0,
+                "top_p": params.top_p,
+                "truncation": body.truncation or "disabled",
+            }
+        )
 
 
 # The first content of an item, besides its id, type and status.

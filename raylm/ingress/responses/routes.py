@@ -22,9 +22,8 @@ from raylm.ingress.http.exchange import exchange_of
 from raylm.ingress.http.stream_ids import reads_all_events
 from raylm.ingress.openai.fields import unsupported
 from raylm.ingress.responses.create import follow
+from raylm.ingress.responses.pages import check_query, read_page
 from raylm.ingress.responses.store import ResponseStore
-
-_MOST_ITEMS, _DEFAULT_ITEMS = 100, 20
 
 
 class Followers:
@@ -74,7 +73,7 @@ def response_routes(store: ResponseStore, max_followed: int) -> list[Route]:
     followers = Followers(max_followed)
 
     async def retrieve(request: Request) -> Response:
-        _check_query(request, {"include", "include[]", "stream", "starting_after", "include_obfuscation"})
+        check_query(request, {"include", "include[]", "stream", "starting_after", "include_obfuscation"})
         query = request.query_params
         if query.get("include_obfuscation", "false") != "false":
             raise unsupported("include_obfuscation", "obfuscation is not supported; give false.")
@@ -108,7 +107,7 @@ def response_routes(store: ResponseStore, max_followed: int) -> list[Route]:
         return json_response((record if cancelled is None else orjson.loads(cancelled))["response"])
 
     async def list_input(request: Request) -> Response:
-        _check_query(request, {"limit", "order", "after", "include", "include[]"})
+        check_query(request, {"limit", "order", "after", "include", "include[]"})
         return json_response(_page((await _record(store, request))["input"], request))
 
     async def retrieve_or_delete(request: Request) -> Response:
@@ -138,28 +137,16 @@ async def _record(store: ResponseStore, request: Request) -> JSONObject:
 
 def _page(items: list[JSONObject], request: Request) -> JSONObject:
     """A page of items, by default the newest first, after the item that the client names."""
-    query = request.query_params
-    limit = query.get("limit", str(_DEFAULT_ITEMS))
-    if not (limit.isascii() and limit.isdecimal() and 1 <= int(limit[:9]) <= _MOST_ITEMS):
-        raise InvalidRequestError(f"'limit' must lie between 1 and {_MOST_ITEMS}.", param="limit")
-    order = query.get("order", "desc")
-    if order not in ("asc", "desc"):
-        raise InvalidRequestError("'order' must be asc or desc.", param="order")
-    ordered = items if order == "asc" else items[::-1]
-    if (after := query.get("after")) is not None:
+    asked = read_page(request)
+    ordered = items if asked.order == "asc" else items[::-1]
+    if asked.after is not None:
         ids = [item["id"] for item in ordered]
-        if after not in ids:
+        if asked.after not in ids:
             raise InvalidRequestError("'after' is not the id of an item of this input.", param="after")
-        ordered = ordered[ids.index(after) + 1 :]
-    page = ordered[: int(limit)]
+        ordered = ordered[ids.index(asked.after) + 1 :]
+    page = ordered[: asked.limit]
     ends = {"first_id": page[0]["id"], "last_id": page[-1]["id"]} if page else {"first_id": "", "last_id": ""}
     return {"object": "list", "data": page, "has_more": len(page) < len(ordered), **ends}
-
-
-def _check_query(request: Request, known: set[str]) -> None:
-    for name in request.query_params:
-        if name not in known:
-            raise unsupported(clip(name, 64), "this query parameter is not supported.")
 
 
 def _not_found(response_id: str) -> NotFoundError:

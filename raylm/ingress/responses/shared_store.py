@@ -1,4 +1,4 @@
-"""The ResponseStore of an application, in the replica or as an actor that replicas share, and the path of its file."""
+"""The ResponseStore of an application: in the replica, or as an actor that replicas share; and the path of its file."""
 
 from __future__ import annotations
 
@@ -11,7 +11,8 @@ from urllib.parse import quote
 
 from raylm.config import Config
 from raylm.errors import ConfigError, StoreLostError
-from raylm.ingress.responses.database import MEMORY, keep_private
+from raylm.ingress.responses.database import MEMORY, FileDatabase, keep_private
+from raylm.ingress.responses.postgres import PostgresDatabase, is_postgres
 from raylm.ingress.responses.storage import become_owner, network_storage
 from raylm.ingress.responses.store import FOLLOW_S, ResponseStore
 from raylm.ray_private import listen_where_ray_does
@@ -33,17 +34,19 @@ class SharedResponseStore(ResponseStore):
         listen_where_ray_does()
         path = store_path(config.ingress.store, serve.get_replica_context().app_name)
         self._owned = become_owner(path)
-        super().__init__(path)
+        super().__init__(FileDatabase(path))
         self.renew_all()
 
 
 def open_store(
     shared_actors: Mapping[str, DeploymentHandle], knob: str | None = None, application: str = ""
 ) -> ResponseStore:
-    """The store shared by all replicas, or this replica's own store if it is the only replica."""
+    """The store shared by all replicas, or this replica's own store if it is the only replica or uses Postgres."""
+    if knob is not None and is_postgres(knob):
+        return ResponseStore(PostgresDatabase(knob, application))
     shared = shared_actors.get("response_store")
     if shared is None:
-        return ResponseStore(store_path(knob, application))
+        return ResponseStore(FileDatabase(store_path(knob, application)))
     return cast(ResponseStore, _RemoteStore(shared))
 
 

@@ -1,38 +1,24 @@
-"""ResponseStore: owns an application's stored responses in SQLite. Several replicas share it as an actor."""
+"""ResponseStore: an application's stored responses, in SQLite or Postgres."""
 
 from __future__ import annotations
 
 import asyncio
-import sqlite3
-import time
-from collections.abc import Callable, Sequence
-from concurrent.futures import ThreadPoolExecutor
+from collections.abc import Sequence
 from contextlib import suppress
+from contextvars import Context
 from dataclasses import dataclass
-from typing import Any, TypeVar, cast
+from typing import Any, cast
 
 import orjson
 
-from raylm.errors import StoreLostError
 from raylm.ingress.http.body import JSONObject
-from raylm.ingress.http.errors import logger
-from raylm.ingress.responses.database import (
-    END_OF_CONVERSATION,
-    ENDED,
-    MEMORY,
-    Checkpoints,
-    is_damaged,
-    move_aside,
-    open_database,
-)
-from raylm.stages import about
-
-T = TypeVar("T")
+from raylm.ingress.responses.conversation_store import ConversationStore, Turn
+from raylm.ingress.responses.database import END_OF_CONVERSATION, ROW_BYTES, Database, Writes
 
 LEASE_S = 5.0  # a job whose maker has not renewed it for this time goes to another maker
 MOST_MAKERS = 3  # of one job; a job that crashed this many makers fails
 FOLLOW_S = 5.0  # time for which `follow` waits for events
-_ROW_BYTES = 512  # size of a row in addition to its content
+_TOLD, _ENDED = "told", "ended"  # what one store announces to others
 UNFINISHED = ("queued", "in_progress")
 
 
@@ -57,8 +43,8 @@ class LostJob:
     tokens: int
 
 
-class ResponseStore:
-    """Stores responses in the file ``path`` or in memory. One thread does all work on the file.
+class ResponseStore(ConversationStore):
+    """Stores responses in a database, by default in memory. One thread does all work on the database.
 
     A response belongs to its ``owner``, the name of an API key ("" without keys), and only its owner can read it. Its
     record is JSON: {"response": …, "input": items}. Responses linked by ``previous`` form a conversation; each is
@@ -69,27 +55,21 @@ class ResponseStore:
     A ``job`` is the input for generating an unfinished response again. Its maker renews it while it works on it. A job
     that is not renewed for LEASE_S is given to the next maker that asks.
 
-    A damaged file is moved aside, and its responses are lost. All methods raise StoreLostError if the file cannot be
-    used, for example because the disk is full.
+    Several stores may share a Postgres database. What one of them writes wakes those that wait at the others.
+
+    All methods raise StoreLostError if the database cannot be used, for example because the disk is full.
     """
 
     def __init__(
         self,
-        path: str = MEMORY,
+        database: Database | None = None,
         max_bytes: int = 128 * 2**20,
         max_age_s: float = 30 * 24 * 3600.0,
-        clock: Callable[[], float] = time.time,
     ) -> None:
-        self._max_bytes = max_bytes
-        self._max_age_s = max_age_s
-        self._clock = clock
+        super().__init__(database, max_bytes, max_age_s)
         self._cancelled: dict[str, asyncio.Event] = {}
         self._told: dict[str, asyncio.Event] = {}
-        self._thread = ThreadPoolExecutor(1, "responses")
-        self._path = path
-        self._fails = False
-        self._database = open_database(path)
-        self._checkpoints = Checkpoints(path)
+        self._listening: asyncio.Task[None] | None = None
 
     async def put(
         self,
@@ -100,40 +80,50 @@ class ResponseStore:
         job: bytes | None = None,
         maker: str | None = None,
         events: ToldEvents | None = None,
+        turn: Turn | None = None,
     ) -> None:
-        """Store a record with its latest events. A record that has ended does not change.
+        """Store a record with its latest events, and its turn of a conversation.
 
-        If ``maker`` is given without ``job``, the record updates an existing one, and is ignored unless this is still
-        its maker.
+        A record that has ended does not change. If ``maker`` is given without ``job``, the record
+        updates an existing one, and is ignored unless this is still its maker.
         """
 
         def work() -> None:
-            now, status = self._clock(), _status(record)
+            now, status, stored = self._database.now(), _status(record), 1
             if job is not None or maker is None:
                 place = self._one("SELECT COALESCE(MAX(place), 0) + 1 FROM responses")[0]
                 self._database.execute(
                     "INSERT INTO responses (id, owner, previous, status, record, job, maker, lease, used, place, size) "
                     "VALUES (?, ?, ?, ?, ?, ?, ?, ?, ?, ?, ?)",
                     (response_id, owner, previous, status, record, job, maker, now + LEASE_S, now, place,
-                     len(record) + len(job or b"") + _ROW_BYTES),
+                     len(record) + len(job or b"") + ROW_BYTES),
                 )  # fmt: skip
             if events is not None and maker is not None:
                 self._tell(response_id, maker, events)
             if job is None and maker is not None:
-                self._database.execute(
-                    "UPDATE responses SET status = ?1, record = ?2, used = ?3, job = CASE WHEN ?5 THEN job END,"
-                    " size = size + ?4 - LENGTH(record) - CASE WHEN ?5 THEN 0 ELSE COALESCE(LENGTH(job), 0) END"
-                    " WHERE id = ?6 AND maker = ?7 AND status IN ('queued', 'in_progress')",
-                    (status, record, now, len(record), status in UNFINISHED, response_id, maker),
-                )
-            self._make_room(owner, response_id, now)
+                goes_on = status in UNFINISHED
+                stored = self._database.execute(
+                    "UPDATE responses SET status = ?, record = ?, used = ?, job = CASE WHEN ? THEN job END,"
+                    " size = size + ? - LENGTH(record) - CASE WHEN ? THEN 0 ELSE COALESCE(LENGTH(job), 0) END"
+                    " WHERE id = ? AND maker = ? AND status IN ('queued', 'in_progress')",
+                    (status, record, now, goes_on, len(record), goes_on, response_id, maker),
+                ).rowcount
+            if turn is not None and stored:
+                self._add(owner, turn, now)
+            self._make_room(owner, [response_id] if turn is None else [response_id, turn.conversation], now)
+            self._database.announce(_TOLD, response_id)
 
         await self._do(work)
         self._wake(self._told, response_id)
 
     async def append(self, response_id: str, maker: str, events: ToldEvents) -> None:
         """Store events of a response, unless it has ended or has another maker now."""
-        await self._do(lambda: self._tell(response_id, maker, events))
+
+        def work() -> None:
+            self._tell(response_id, maker, events)
+            self._database.announce(_TOLD, response_id)
+
+        await self._do(work, durable=False)  # the record, when it is put, comes with all before it
         self._wake(self._told, response_id)
 
     async def get(self, owner: str, response_id: str) -> bytes | None:
@@ -141,11 +131,11 @@ class ResponseStore:
             found = self._row(owner, response_id, "record")
             if found is None:
                 return None
-            with suppress(sqlite3.OperationalError):  # a full disk can still be read
-                self._database.execute("UPDATE responses SET used = ? WHERE id = ?", (self._clock(), response_id))
+            used = "UPDATE responses SET used = ? WHERE id = ?"  # a full disk can still be read
+            self._database.attempt(used, (self._database.now(), response_id))
             return cast(bytes, found[0])
 
-        return await self._do(work)
+        return await self._read(work)
 
     async def history(self, owner: str, response_id: str) -> list[bytes] | None:
         """The records of a conversation that ends with a response, oldest first. None if one is missing."""
@@ -153,7 +143,7 @@ class ResponseStore:
         def work() -> list[bytes] | None:
             chain = self._database.execute(
                 "WITH RECURSIVE chain (id, previous, record, depth) AS ("
-                " SELECT id, previous, record, 0 FROM responses WHERE id = ? AND owner = ? AND NOT deleted"
+                " SELECT id, previous, record, 0 FROM responses WHERE id = ? AND owner = ? AND deleted = 0"
                 " UNION ALL SELECT r.id, r.previous, r.record, depth + 1 FROM chain JOIN responses r"
                 " ON r.id = chain.previous AND r.owner = ?)"
                 " SELECT record, previous FROM chain ORDER BY depth DESC",
@@ -161,7 +151,7 @@ class ResponseStore:
             ).fetchall()
             return [record for record, _ in chain] if chain and chain[0][1] is None else None
 
-        return await self._do(work)
+        return await self._read(work)
 
     async def has_events(self, owner: str, response_id: str) -> bool | None:
         """Whether a response has stored events, which every streaming background response has. None if it is unknown.
@@ -173,7 +163,7 @@ class ResponseStore:
             found = self._row(owner, response_id, "EXISTS (SELECT 1 FROM events WHERE response = responses.id)")
             return None if found is None else bool(found[0])
 
-        return await self._do(work)
+        return await self._read(work)
 
     async def follow(self, owner: str, response_id: str, after: int) -> tuple[list[bytes], str] | None:
         """Arrays of events after number ``after``, and the status. Waits a limited time for events.
@@ -189,15 +179,16 @@ class ResponseStore:
             )
             return [data for (data,) in rows], found[0]
 
+        self._listen()
         told = self._told.setdefault(response_id, asyncio.Event())
-        found = await self._do(work)
+        found = await self._read(work)
         if found is None or found[1] not in UNFINISHED:
             self._wake(self._told, response_id)
         elif not found[0]:
             with suppress(TimeoutError):
                 async with asyncio.timeout(FOLLOW_S):
                     await told.wait()
-            return await self._do(work)
+            return await self._read(work)
         return found
 
     async def delete(self, owner: str, response_id: str) -> bool:
@@ -214,12 +205,12 @@ class ResponseStore:
             )
             self._drop_unneeded(response_id)
             used = "UPDATE responses SET used = ? WHERE id = ?"  # it may be the end of its conversation now
-            self._database.execute(used, (self._clock(), found[0]))
+            self._database.execute(used, (self._database.now(), found[0]))
+            self._database.announce(_ENDED, response_id)
             return True
 
         found = await self._do(work)
-        self._wake(self._cancelled, response_id)
-        self._wake(self._told, response_id)
+        self._hear(_ENDED, response_id)
         return found
 
     async def cancel(self, owner: str, response_id: str) -> bytes | None:
@@ -229,19 +220,22 @@ class ResponseStore:
             found = self._row(owner, response_id, "record, status")
             if found is None or found[1] not in UNFINISHED:
                 return None if found is None else cast(bytes, found[0])
+            self._database.announce(_ENDED, response_id)
             return self._end(response_id, found[0], "cancelled", None)
 
         found = await self._do(work)
-        self._wake(self._cancelled, response_id)
-        self._wake(self._told, response_id)
+        self._hear(_ENDED, response_id)
         return found
 
     async def until_cancelled(self, owner: str, response_id: str) -> None:
         """Wait until the response is cancelled or deleted. Only its maker waits."""
-        event = self._cancelled.setdefault(response_id, asyncio.Event())
+        self._listen()
         try:
-            found = await self._do(lambda: self._row(owner, response_id, "status"))
-            if found is not None and found[0] in UNFINISHED:
+            while True:
+                event = self._cancelled.setdefault(response_id, asyncio.Event())
+                found = await self._read(lambda: self._row(owner, response_id, "status"))
+                if found is None or found[0] not in UNFINISHED:
+                    return
                 await event.wait()
         finally:
             self._cancelled.pop(response_id, None)
@@ -250,13 +244,14 @@ class ResponseStore:
         """Renew the jobs in ``making``, and give at most ``most`` lost jobs to this maker."""
 
         def work() -> list[LostJob]:
-            now = self._clock()
+            now = self._database.now()
             unfinished = "status IN ('queued', 'in_progress')"
-            self._database.execute(
-                f"UPDATE responses SET lease = ? WHERE maker = ? AND {unfinished} AND id IN"
-                " (SELECT value FROM json_each(?))",
-                (now + LEASE_S, maker, orjson.dumps(list(making)).decode()),
+            self._database.execute_each(
+                f"UPDATE responses SET lease = ? WHERE maker = ? AND {unfinished} AND id = ?",
+                [(now + LEASE_S, maker, response_id) for response_id in making],
             )
+            if now < self._database.since + LEASE_S:  # others could not renew theirs either
+                return []
             lost = self._database.execute(
                 f"SELECT id, owner, record, job, makers FROM responses WHERE {unfinished} AND lease < ?"
                 " ORDER BY place LIMIT ?",
@@ -276,7 +271,7 @@ class ResponseStore:
                 taken.append(LostJob(owner, response_id, record, job, last, tokens))
             return taken
 
-        return await self._do(work)
+        return await self._do(work, durable=False)
 
     async def release(self, response_id: str, maker: str) -> None:
         """Give up a job, so that the next maker may take it at once."""
@@ -285,44 +280,29 @@ class ResponseStore:
 
     def renew_all(self) -> None:
         """Renew all jobs, because makers may be alive although the store restarted."""
-        with self._database:
-            self._database.execute("UPDATE responses SET lease = MAX(lease, ?)", (self._clock() + LEASE_S,))
 
-    async def _do(self, work: Callable[[], T]) -> T:
-        """Run one transaction on the thread. It completes even if the caller is cancelled."""
+        def work() -> None:
+            lease = self._database.now() + LEASE_S
+            self._database.execute("UPDATE responses SET lease = ? WHERE lease < ?", (lease, lease))
 
-        def transaction() -> T:
-            try:
-                return self._transaction(work)
-            except sqlite3.Error as error:
-                if is_damaged(error) and self._path != MEMORY:
-                    self._checkpoints.wait()
-                    self._database.close()
-                    move_aside(self._path, error)
-                    self._database = open_database(self._path)
-                    return self._transaction(work)
-                if not self._fails:
-                    self._fails = True
-                    message = "ingress.store: %s cannot be used: %s"
-                    logger.error(message, self._path, error, extra=about("responses"))
-                raise StoreLostError("The store of responses cannot be used now; try again shortly.") from error
+        self._database.run(work, Writes.DURABLE)
 
-        return await asyncio.shield(asyncio.get_running_loop().run_in_executor(self._thread, transaction))
+    def _listen(self) -> None:
+        """Hear of what other stores write, from now on."""
+        if self._database.is_shared and (self._listening is None or self._listening.done()):
+            # an empty context: Ray's context belongs to the request
+            self._listening = asyncio.create_task(self._database.listen(self._hear), context=Context())
 
-    def _transaction(self, work: Callable[[], T]) -> T:
-        with self._database:
-            done = work()
-        self._fails = False
-        self._checkpoints.begin_if_due()
-        return done
-
-    def _one(self, query: str, *values: object) -> Any:
-        return self._database.execute(query, values).fetchone()
+    def _hear(self, what: str, response_id: str | None) -> None:
+        """Wake those that wait for a response, all if it is None."""
+        for waiting in (self._told, self._cancelled) if what == _ENDED else (self._told,):
+            for one in list(waiting) if response_id is None else (response_id,):
+                self._wake(waiting, one)
 
     def _row(self, owner: str, response_id: str, columns: str) -> Any:
         """Columns of a response, if the owner may see it."""
         return self._one(
-            f"SELECT {columns} FROM responses WHERE id = ? AND owner = ? AND NOT deleted", response_id, owner
+            f"SELECT {columns} FROM responses WHERE id = ? AND owner = ? AND deleted = 0", response_id, owner
         )
 
     def _tell(self, response_id: str, maker: str, events: ToldEvents) -> None:
@@ -332,7 +312,7 @@ class ResponseStore:
             (response_id, events.last, events.tokens, events.data, response_id, maker),
         )
         if told.rowcount:
-            size = len(events.data) + _ROW_BYTES
+            size = len(events.data) + ROW_BYTES
             self._database.execute("UPDATE responses SET size = size + ? WHERE id = ?", (size, response_id))
 
     def _newest_event(self, response_id: str) -> tuple[int, int]:
@@ -350,7 +330,7 @@ class ResponseStore:
             event = {"type": "response.failed", "response": content["response"], "sequence_number": last + 1}
             row = response_id, last + 1, tokens, orjson.dumps([event])
             self._database.execute("INSERT INTO events VALUES (?, ?, ?, ?)", row)
-            more = len(row[-1]) + _ROW_BYTES
+            more = len(row[-1]) + ROW_BYTES
         self._database.execute(
             "UPDATE responses SET status = ?, record = ?, job = NULL,"
             " size = size + ? - LENGTH(record) - COALESCE(LENGTH(job), 0) WHERE id = ?",
@@ -358,37 +338,14 @@ class ResponseStore:
         )
         return ended
 
-    def _make_room(self, owner: str, newest: str, now: float) -> None:
-        """Delete old responses, then the least recently used above ``max_bytes``.
-
-        If all remaining responses lead to ``newest``, the beginning of its conversation is deleted. Using a response
-        need not update those before it, because they are deleted after it.
-        """
-        old = f"SELECT id FROM responses WHERE used < ? AND id != ? AND {END_OF_CONVERSATION} AND {ENDED} LIMIT 1"
-        while oldest := self._one(old, now - self._max_age_s, newest):
-            self._drop(oldest[0])
-        while (self._one("SELECT size FROM owners WHERE owner = ?", owner) or (0,))[0] > self._max_bytes:
-            ends = (
-                f"SELECT id FROM responses WHERE owner = ? AND id != ? AND {END_OF_CONVERSATION} AND {ENDED}"
-                " ORDER BY used, place DESC LIMIT 1"
-            )
-            others = f"SELECT id FROM responses WHERE owner = ? AND id != ? AND {ENDED} ORDER BY place LIMIT 1"
-            oldest = self._one(ends, owner, newest) or self._one(others, owner, newest)
-            if oldest is None:
-                return
-            self._drop(oldest[0])
-
     def _drop_unneeded(self, response_id: str | None) -> None:
         """Delete a response that is marked as deleted, if none follows it; then its predecessors in the same way."""
         while response_id is not None:
-            query = f"SELECT previous FROM responses WHERE id = ? AND deleted AND {END_OF_CONVERSATION}"
+            query = f"SELECT previous FROM responses WHERE id = ? AND deleted = 1 AND {END_OF_CONVERSATION}"
             if (found := self._one(query, response_id)) is None:
                 return
             self._drop(response_id)
             response_id = found[0]
-
-    def _drop(self, response_id: str) -> None:
-        self._database.execute("DELETE FROM responses WHERE id = ?", (response_id,))
 
     def _wake(self, waiting: dict[str, asyncio.Event], response_id: str) -> None:
         if (event := waiting.pop(response_id, None)) is not None:

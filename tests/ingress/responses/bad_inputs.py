@@ -4,6 +4,11 @@ from __future__ import annotations
 
 from raylm.ingress.responses.body import ResponsesRequest
 from raylm.ingress.responses.compact import CompactRequest
+from raylm.ingress.responses.conversations import (
+    AddItemsRequest,
+    CreateConversationRequest,
+    UpdateConversationRequest,
+)
 from tests.ingress.wrong_values import (
     BOOLEAN,
     CHOICE,
@@ -19,6 +24,14 @@ from tests.ingress.wrong_values import (
     Endpoint,
 )
 
+USER = {"role": "user", "content": "x"}
+ITEMS = [
+    5, "Hi", {}, [5], [{}], [{"type": "nonsense"}], [USER | {"role": "robot"}], [USER] * 21,
+    [USER | {"id": "msg_1"}] * 2,
+    [{"id": "msg_unknown", "type": "item_reference"}],
+]  # fmt: skip
+METADATA = [*OBJECT, {"a": 1}, {"x" * 65: "a"}, {"a": "x" * 513}, {f"{n}": "" for n in range(17)}]
+
 ENDPOINTS = {
     "/v1/responses": Endpoint(
         ResponsesRequest,
@@ -28,6 +41,7 @@ ENDPOINTS = {
             "input": [5, True, {}, [5], [{}], [{"type": "nonsense"}], [{"role": "robot", "content": "x"}]],
             "instructions": STRING,
             "previous_response_id": [*STRING, "x" * 129],
+            "conversation": [5, True, [], {}, {"id": 5}, {"id": "a", "zzz": 1}, "x" * 129, "conv_unknown"],
             "stream": BOOLEAN,
             "stream_options": [*OBJECT, {"zzz": 1}],
             "store": BOOLEAN,
@@ -70,5 +84,12 @@ ENDPOINTS = {
             "service_tier": CHOICE,
         },
         ("input",),
+    ),
+    "/v1/conversations": Endpoint(CreateConversationRequest, {}, {"items": ITEMS, "metadata": METADATA}),
+    "/v1/conversations/conv_1": Endpoint(
+        UpdateConversationRequest, {"metadata": {}}, {"metadata": METADATA}, ("metadata",)
+    ),
+    "/v1/conversations/conv_1/items": Endpoint(
+        AddItemsRequest, {"items": [{"role": "user", "content": "Hi"}]}, {"items": [*ITEMS, None]}, ("items",)
     ),
 }  # fmt: skip

@@ -15,12 +15,14 @@ import pytest
 from raylm.config import Config
 from raylm.errors import StoreLostError
 from raylm.frontend import AsyncLLM
-from raylm.ingress import build_asgi_app
+from raylm.ingress import Surroundings, build_asgi_app
 from raylm.ingress.responses.create import CreateResponse
+from raylm.ingress.responses.database import FileDatabase
 from raylm.ingress.responses.store import LEASE_S, ResponseStore
 from tests.ingress.harness import client_of, typed_events, until
 from tests.ingress.openai.test_openai_schema import check
 from tests.ingress.refused import error_of
+from tests.ingress.responses.conftest import Place
 from tests.ingress.writing_engine import SAID, WritingEngine
 
 PATH = "/v1/responses"
@@ -44,15 +46,17 @@ class PausingEngine(WritingEngine):
 
 
 class Replica:
-    """An ingress on the store in a file."""
+    """An ingress on a store, which may take over jobs at once."""
 
-    def __init__(self, path: Path, seed: int = 0) -> None:
-        config = Config.model_validate({"model": "embedded", "ingress": {"store": str(path)}})
+    def __init__(self, place: Place | Path, seed: int = 0) -> None:
+        place = place if isinstance(place, Place) else Place(str(place), "")
+        config = Config.model_validate({"model": "embedded", "ingress": {"store": place.knob}})
         self.llm, self.engine = AsyncLLM(config), PausingEngine(seed)
         self.llm.add_engine(self.engine)
-        app = build_asgi_app(self.llm, config)
+        app = build_asgi_app(self.llm, config, surroundings=Surroundings(application=place.application))
         take_over, _ = app.state.jobs
         self.responses: CreateResponse = take_over.__self__
+        self.responses._store._database.since = 0.0
         self.client = client_of(app)
 
     async def create(self, **fields: Any) -> httpx.Response:
@@ -76,7 +80,7 @@ class Replica:
 
 
 @asynccontextmanager
-async def replica(path: Path, seed: int = 0) -> AsyncIterator[Replica]:
+async def replica(path: Place | Path, seed: int = 0) -> AsyncIterator[Replica]:
     found = Replica(path, seed)
     yield found
     await found.end()
@@ -107,8 +111,8 @@ def texts(events: list[dict[str, Any]]) -> dict[tuple[int, str], str]:
     return found
 
 
-async def test_who_follows_knows_the_id_before_anything_is_computed(tmp_path: Path) -> None:
-    async with replica(tmp_path / "store") as one:
+async def test_who_follows_knows_the_id_before_anything_is_computed(place: Place) -> None:
+    async with replica(place) as one:
         one.engine.quota = 0
         asking = asyncio.create_task(one.create(stream=True, seed=0))
         store = one.responses._store
@@ -128,8 +132,8 @@ async def test_who_follows_knows_the_id_before_anything_is_computed(tmp_path: Pa
             check(event, "ResponseStreamEvent")
 
 
-async def test_a_response_is_followed_from_anywhere(tmp_path: Path) -> None:
-    async with replica(tmp_path / "store") as one:
+async def test_a_response_is_followed_from_anywhere(place: Place) -> None:
+    async with replica(place) as one:
         answer = await one.create(stream=True, seed=7, tools=TOOLS, top_logprobs=1)
         events = typed_events(answer.text.replace(": waiting\n\n", ""))
         assert [event["sequence_number"] for event in events] == list(range(len(events)))
@@ -170,14 +174,14 @@ async def test_who_follows_a_response_does_not_read_its_record(tmp_path: Path, m
 
 @pytest.mark.parametrize("quota", [0, 1, 4, 9])
 @pytest.mark.parametrize("seed", [1, 7])
-async def test_a_lost_response_goes_on_elsewhere(tmp_path: Path, quota: int, seed: int) -> None:
+async def test_a_lost_response_goes_on_elsewhere(place: Place, quota: int, seed: int) -> None:
     fields: dict[str, Any] = {"stream": True, "seed": seed, "tools": TOOLS, "top_logprobs": 1}
-    async with replica(tmp_path / "whole") as calm:
+    async with replica(place.another()) as calm:
         answer = await calm.create(**fields)
         undisturbed = typed_events(answer.text.replace(": waiting\n\n", ""))
         whole = await status(calm.client, undisturbed[0]["response"]["id"])
-    path, heard = tmp_path / "store", list[dict[str, Any]]()
-    first = Replica(path, seed=1)
+    heard = list[dict[str, Any]]()
+    first = Replica(place, seed=1)
     first.engine.quota = quota
     asking = asyncio.create_task(first.create(**fields))
     store = first.responses._store
@@ -194,7 +198,7 @@ async def test_a_lost_response_goes_on_elsewhere(tmp_path: Path, quota: int, see
             heard += httpx.Response(200, content=batch).json()
     asking.cancel()
     await first.end()
-    async with replica(path, seed=5) as second:
+    async with replica(place, seed=5) as second:
         await second.responses.take_over_once()
         assert not second.engine.added  # the lease has not run out
         second.engine.parks = True
@@ -214,15 +218,14 @@ async def test_a_lost_response_goes_on_elsewhere(tmp_path: Path, quota: int, see
     assert ended["usage"]["output_tokens"] == whole["usage"]["output_tokens"]
 
 
-async def test_what_was_lost_is_taken_over_by_exactly_one_of_two(tmp_path: Path) -> None:
+async def test_what_was_lost_is_taken_over_by_exactly_one_of_two(place: Place) -> None:
     """As when all processes were killed at once, and two ingresses start on the file that is left."""
-    path = tmp_path / "store"
-    first = Replica(path)
+    first = Replica(place)
     first.engine.quota = 0
     lost = [(await first.create(seed=seed, stream=None)).json()["id"] for seed in range(20)]
     await end_leases(first.responses._store)
     await first.end()
-    async with replica(path, seed=2) as one, replica(path, seed=3) as other:
+    async with replica(place, seed=2) as one, replica(place, seed=3) as other:
         for _ in range(2):  # each takes some at a time
             await asyncio.gather(one.responses.take_over_once(), other.responses.take_over_once())
         ended = [await status(one.client, response_id) for response_id in lost]
@@ -240,7 +243,7 @@ class LostStore(ResponseStore):
     """One that is lost at each of the calls whose numbers are in ``at``, of those that keep something."""
 
     def __init__(self, path: str) -> None:
-        super().__init__(path)
+        super().__init__(FileDatabase(path))
         self.at: set[int] = set()
         self._calls = 0
 
@@ -284,29 +287,27 @@ async def test_a_response_goes_on_when_the_store_is_lost_meanwhile(tmp_path: Pat
     assert texts(heard) == texts(undisturbed)
 
 
-async def test_what_cannot_go_on_fails_with_its_reason(tmp_path: Path) -> None:
-    path = tmp_path / "store"
-    first = Replica(path)
+async def test_what_cannot_go_on_fails_with_its_reason(place: Place) -> None:
+    first = Replica(place)
     first.engine.quota = 0
     response_id = (await first.create(seed=1)).json()["id"]
     database = first.responses._store._database
     job = database.execute("SELECT job FROM responses").fetchone()[0].replace(b'"embedded"', b'"other"')
-    database.execute("UPDATE responses SET job = ?, lease = 0", (job,))
-    database.commit()
+    spoilt = "UPDATE responses SET job = ?, lease = 0"
+    await first.responses._store._do(lambda: database.execute(spoilt, (job,)))
     await first.end()
-    async with replica(path) as second:
+    async with replica(place) as second:
         await second.responses.take_over_once()
         found = await status(second.client, response_id)
         assert found["status"] == "failed"
         assert "other" in found["error"]["message"]
 
 
-async def test_an_ingress_that_ends_leaves_its_responses_to_others(tmp_path: Path) -> None:
-    path = tmp_path / "store"
-    first = Replica(path)
+async def test_an_ingress_that_ends_leaves_its_responses_to_others(place: Place) -> None:
+    first = Replica(place)
     first.engine.quota = 1
     response_id = (await first.create(seed=0)).json()["id"]
-    async with replica(path) as second:
+    async with replica(place) as second:
         await until(lambda: first.engine.quota == 0)
         await first.responses._requests.drain(0.0)
         while not second.engine.added:
@@ -316,12 +317,11 @@ async def test_an_ingress_that_ends_leaves_its_responses_to_others(tmp_path: Pat
     await first.end()
 
 
-async def test_a_conversation_goes_on_after_a_restart(tmp_path: Path) -> None:
-    path = tmp_path / "store"
-    async with replica(path) as first:
+async def test_a_conversation_goes_on_after_a_restart(place: Place) -> None:
+    async with replica(place) as first:
         one = (await first.create(background=False, seed=0)).json()
         two = (await first.create(background=False, seed=0, previous_response_id=one["id"])).json()
-    async with replica(path) as second:
+    async with replica(place) as second:
         assert (await second.client.get(f"{PATH}/{two['id']}")).json() == two
         answer = await second.create(background=False, seed=0, previous_response_id=two["id"])
         assert answer.status_code == 200

@@ -1,0 +1,113 @@
+"""A Ray cluster and a server on machines that are namespaces of this one."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+from pathlib import Path
+from typing import Any
+
+import yaml
+
+from raylm.config import SERVE_VARIABLES
+from tests.nodes.machines import Machine, Network, until
+
+STREAMS, TOKENS = 12, 2000
+HEALTH_CHECKS = {
+    "RAY_health_check_initial_delay_ms": "1000",
+    "RAY_health_check_period_ms": "1000",
+    "RAY_health_check_timeout_ms": "2000",
+    "RAY_health_check_failure_threshold": "3",
+}
+# Of Serve with its proxies, which start slowly on a crowded machine. The usual limits end them before they are ready.
+PATIENCE = {"RAY_SERVE_PROXY_READY_CHECK_TIMEOUT_S": "120", "RAY_SERVE_HAPROXY_STARTUP_TIMEOUT_S": "120"}
+
+
+class Cluster:
+    """Ray and one server on some machines, the first of which is the head.
+
+    Each has an engine and an ingress, but a head without ``head_cpus``.
+    """
+
+    def __init__(self, network: Network, folder: Path, *, head_cpus: int = 2, redis: str | None = None) -> None:
+        self.network, self.head, self._folder = network, network.machines[0], folder
+        self.ingress: dict[str, Any] = {}  # of the configuration, beside the number
+        self.key = "none"  # of an admin
+        self.served = network.machines if head_cpus else network.machines[1:]
+        self._head_cpus = str(head_cpus)
+        self.asked: Machine | None = None if head_cpus == 0 else self.head
+        self._environment = HEALTH_CHECKS | ({} if redis is None else {"RAY_REDIS_ADDRESS": redis})
+        for home in (network.home, *(machine.home for machine in network.machines)):
+            token = home / ".ray" / "auth_token"
+            token.parent.mkdir()
+            token.write_text("0123456789abcdef" * 4)
+            token.chmod(0o600)
+        self.start_head()
+        for machine in network.machines[1:]:
+            self.join(machine)
+
+    def start_head(self) -> None:
+        """Let the first machine be the head."""
+        address = self.head.address
+        here = ("--node-ip-address", address, "--dashboard-host", address)
+        self.head.run("ray", "start", "--head", "--num-cpus", self._head_cpus, *here, **self._environment)
+
+    def join(self, machine: Machine) -> None:
+        """Let a machine be a node."""
+        head = f"{self.head.address}:6379"
+        machine.run("ray", "start", "--address", head, "--num-cpus", "2", "--node-ip-address", machine.address)
+
+    def deploy(self, **engine: Any) -> None:
+        """Serve the embedded model, and wait until all of it is there."""
+        count = len(self.served)
+        args: dict[str, Any] = {"model": "embedded", "engine": {"threads": 1, "replicas": count} | engine}
+        args["ingress"] = {"replicas": count} | self.ingress
+        application = {"name": "default", "import_path": "raylm:build_app", "route_prefix": "/", "args": args}
+        tree = {
+            "applications": [application],
+            "proxy_location": "EveryNode",
+            "http_options": {"host": "0.0.0.0", "port": 8000},
+            "controller_options": {"runtime_env": {"env_vars": SERVE_VARIABLES | PATIENCE}},
+        }
+        path = self._folder / "serve.yaml"
+        path.write_text(yaml.safe_dump(tree))
+        deploy = ("serve", "deploy", "-a", f"http://{self.head.address}:8265", str(path))
+        # Serve gives its proxies a limited time to start, which is too short on a crowded machine
+        until(lambda: self.network.operator(*deploy) is not None, "it is not deployed")
+        self.wait_until_whole()
+
+    def seen(self) -> dict[str, Any]:
+        """What a proxy says of the cluster, to a client on its machine, the last one that has a server."""
+        asked = self.asked or self.served[-1]
+        ask = ("curl", "-sf", "-m", "10", "-H", f"authorization: Bearer {self.key}", "http://localhost:8000/v1/cluster")
+        found: dict[str, Any] = json.loads(asked.run(*ask))
+        return found
+
+    def nodes_of(self, kind: str) -> list[str]:
+        return sorted(one["node"] for one in self.seen()["actors"] if (one["kind"], one["state"]) == (kind, "alive"))
+
+    def wait_until_whole(self) -> None:
+        """All ingresses know all engines."""
+
+        def whole() -> bool:
+            seen = self.seen()
+            counts = [len(self.nodes_of(kind)) for kind in ("Ingress", "EngineCore", "Worker")]
+            return [*counts, len(seen["engines"]), len(seen["ingresses"])] == [len(self.served)] * 5
+
+        until(whole, "the cluster is not whole", 400)
+
+    def most_used(self) -> Machine:
+        """Of the machines beside the head."""
+        places = self.nodes_of("EngineCore") + self.nodes_of("Ingress")
+        return max(self.network.machines[1:], key=lambda machine: places.count(machine.address))
+
+    def begin_streams(self, machines: list[Machine]) -> subprocess.Popen[str]:
+        urls = [f"http://{machine.address}:8000" for machine in machines]
+        return self.network.begin("python", "-m", "tests.nodes.streams", str(STREAMS), str(TOKENS), *urls)
+
+
+def results(streams: subprocess.Popen[str]) -> list[dict[str, Any]]:
+    """Of each stream, in order."""
+    said, _ = streams.communicate(timeout=500)
+    assert streams.returncode == 0, said[-3000:]
+    return [json.loads(line) for line in said.splitlines() if line.startswith("{")]
