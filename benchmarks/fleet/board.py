@@ -7,13 +7,13 @@
     raylm trace servegen m-large/*-trace.csv --begin 72000 --seconds 600 --share 0.02 --to traces/servegen.jsonl
     python -m benchmarks.fleet.board traces/*.jsonl --out board.jsonl
 
-A cell is a trace, costs, engines, ingresses, a load and a policy. Each cell's row is appended to ``--out`` when it
-ends, and a later run leaves out the cells that the file has. A trace's speed is chosen so that it asks for ``--loads``
-percent of the capacity, which is measured: all requests come at once, to four engines with RayLM's Router, and the
-requests a second are counted between the first 10 % and 80 % of the ends. Each cell has the first ``--requests``
-requests for each engine, and of a session of agents its first 20 turns. An ingress knows its own requests at once, and
-blocks and the requests of others as they were 0.1 s ago. ``--ablate router`` and ``--ablate queue`` take RayLM alone,
-and without each term of the Router or of the fair queue.
+A cell is a trace, costs, engines, ingresses, a load and a policy. Its rows are appended to ``--out`` when it ends, and
+a later run leaves out the cells that the file has. A trace's speed is chosen so that it asks for ``--loads`` percent of
+the capacity, which is measured: all requests come at once, to four engines with RayLM's Router, and the requests a
+second are counted between the first 10 % and 80 % of the ends. Each cell has the first ``--requests`` requests for each
+engine, and of a session of agents its first 20 turns. An ingress knows its own requests at once, and blocks and the
+requests of others as they were 0.1 s ago. ``--ablate router`` and ``--ablate queue`` take RayLM alone, and without each
+term of the Router or of the fair queue.
 
 Costs: ``gpu`` approximates an 8B model on a GPU, ``cpu`` is fitted to the steps of a 0.6B model on two cores in
 benchmarks/results/forward.jsonl. A request is good within 2 s to the first token and 100 ms between tokens (gpu), or
@@ -23,20 +23,19 @@ benchmarks/results/forward.jsonl. A request is good within 2 s to the first toke
 from __future__ import annotations
 
 import gc
-import json
 import time
 from collections import Counter, defaultdict
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import nullcontext
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from functools import lru_cache
 from itertools import product
 from pathlib import Path
-from typing import Any
 
 from benchmarks.fleet.ablations import ABLATIONS, without
 from benchmarks.fleet.policies import POLICIES
-from benchmarks.rows import parser
+from benchmarks.rows import Row, append, parser
+from benchmarks.rows import read as read_rows
 from raylm.simulate import Fleet, Outcome, Replay, Targets, Trace, TraceLine, figures, read_lines, simulate
 from raylm.simulate.report import is_good
 
@@ -50,12 +49,16 @@ COSTS = {
     "gpu": {"base_s": 0.006, "token_s": 0.00006, "sequence_s": 0.00006},
     "cpu": {"base_s": 0.0387, "token_s": 0.0029, "sequence_s": 0.0},
 }
+UNITS = {
+    "capacity": "requests/s", "speed": "", "mean": "ms", "p99": "ms", "good": "%", "goodput": "requests/s",
+    "hit rate": "%", "fairness": "", "CPU": "s",
+}  # fmt: skip
 TARGETS = {"gpu": Targets(2000.0, 100.0), "cpu": Targets(30_000.0, 500.0)}
 
 
 @dataclass(frozen=True)
 class Cell:
-    """One simulation. ``load`` is in percent of the capacity; 0 measures the capacity."""
+    """One simulation. ``load`` is in percent of the capacity; 0 measures the capacity. ``size``: requests an engine."""
 
     trace: str
     costs: str
@@ -63,6 +66,20 @@ class Cell:
     ingresses: int
     load: int
     policy: str
+    size: int
+
+    @property
+    def case(self) -> str:
+        return (
+            f"{self.trace}, {self.costs}, {self.engines} engines, {self.ingresses} ingresses, {self.load} %, "
+            f"{self.size} each, {self.policy}"
+        )
+
+    @classmethod
+    def of(cls, case: str) -> Cell:
+        trace, costs, *numbers, policy = case.split(", ", 6)
+        engines, ingresses, load, size = (int(number.split()[0]) for number in numbers)
+        return cls(trace, costs, engines, ingresses, load, policy, size)
 
     def fleet(self) -> Fleet:
         queue = {"max_queued_requests": 1_000_000, "max_queued_tokens": 1_000_000_000_000}
@@ -81,15 +98,15 @@ def read(path: Path) -> list[TraceLine]:
     return read_lines([path])
 
 
-def chosen(lines: list[TraceLine], number: int) -> list[TraceLine]:
-    """The first requests that fit into the engines, and the first turns of sessions."""
+def chosen(lines: list[TraceLine], cell: Cell) -> list[TraceLine]:
+    """The first requests, as many as the cell has for its engines, and the first turns of sessions."""
     turns: Counter[str] = Counter()
     found = []
     for line in sorted(lines, key=lambda line: line.session):  # whole sessions, one after another
         turns[line.session] += 1
         if not line.session or turns[line.session] <= TURNS:
             found.append(line)
-        if len(found) == number:
+        if len(found) == cell.size * cell.engines:
             break
     return sorted(found, key=lambda line: line.arrival)
 
@@ -126,12 +143,11 @@ def measured(outcome: Outcome, costs: str) -> dict[str, float]:
     shares = [sum(good) / len(good) for good in keys.values() if len(good) >= 10]
     squares = sum(share**2 for share in shares)
     return {
-        "requests": found["requests"],
-        "ttft_ms_mean": found["ttft_ms"]["mean"],
-        "ttft_ms_p99": found["ttft_ms"]["p99"],
-        "good_share": found["good_share"],
-        "goodput_per_s": found["goodput_per_s"],
-        "hit_rate": found["hit_rate"],
+        "mean": found["ttft_ms"]["mean"],
+        "p99": found["ttft_ms"]["p99"],
+        "good": 100 * found["good_share"],
+        "goodput": found["goodput_per_s"],
+        "hit rate": 100 * found["hit_rate"],
         "fairness": sum(shares) ** 2 / len(shares) / squares if squares else 1.0,
     }
 
@@ -139,40 +155,35 @@ def measured(outcome: Outcome, costs: str) -> dict[str, float]:
 class Board:
     """The rows of a file, and the cells that it lacks."""
 
-    def __init__(self, out: Path, requests: int) -> None:
-        self._out, self._requests = out, requests
-        lines = out.read_text().splitlines() if out.exists() else []
-        self._rows = {_cell(row): row for row in map(json.loads, lines)}
+    def __init__(self, out: Path) -> None:
+        self._out = out
+        self._figures = kept(read_rows(out)) if out.exists() else {}
 
-    def fill(self, cells: list[Cell], paths: dict[str, Path]) -> Iterator[dict[str, Any]]:
-        """The rows of all cells. Cells that are missing are simulated."""
+    def fill(self, cells: list[Cell], paths: dict[str, Path]) -> Iterator[tuple[Cell, dict[str, float]]]:
+        """The figures of all cells. Cells that are missing are simulated."""
         for cell in cells:
             whole = read(paths[cell.trace])
-            full = Cell(cell.trace, cell.costs, 4, 1, 0, "RayLM")
-            if full not in self._rows:
-                self._add(full, lambda full=full, whole=whole: {"capacity": capacity(full, self._of(full, whole))})
-            if cell not in self._rows:
-                lines = self._of(cell, whole)
-                wanted = cell.load / 100 * cell.engines * self._rows[full]["capacity"]
-                speed = wanted / rate(lines)
-                self._add(cell, lambda cell=cell, lines=lines, speed=speed: {"speed": speed} | measured(
-                    run(cell, lines, speed), cell.costs))  # fmt: skip
-            yield self._rows[cell]
+            full = Cell(cell.trace, cell.costs, 4, 1, 0, "RayLM", cell.size)
+            if full not in self._figures:
+                self._add(full, {"capacity": capacity(full, chosen(whole, full))})
+            if cell not in self._figures:
+                lines, begun = chosen(whole, cell), time.process_time()
+                speed = cell.load / 100 * cell.engines * self._figures[full]["capacity"] / rate(lines)
+                found = measured(run(cell, lines, speed), cell.costs)
+                self._add(cell, {"speed": speed} | found | {"CPU": time.process_time() - begun})
+            yield cell, self._figures[cell]
 
-    def _of(self, cell: Cell, lines: list[TraceLine]) -> list[TraceLine]:
-        return chosen(lines, self._requests * cell.engines)
-
-    def _add(self, cell: Cell, measure: Callable[[], dict[str, float]]) -> None:
-        begun = time.process_time()
-        found = {name: float(f"{value:.5g}") for name, value in measure().items()}
-        row = asdict(cell) | found | {"cpu_s": round(time.process_time() - begun, 1)}
-        self._rows[cell] = row
-        with self._out.open("a") as file:
-            file.write(json.dumps(row) + "\n")
+    def _add(self, cell: Cell, figures: dict[str, float]) -> None:
+        append(self._out, "board", cell.case, figures, UNITS)
+        self._figures[cell] = figures
 
 
-def _cell(row: dict[str, Any]) -> Cell:
-    return Cell(**{name: row[name] for name in Cell.__dataclass_fields__})
+def kept(rows: Sequence[Row]) -> dict[Cell, dict[str, float]]:
+    """The figures of each cell in rows. A cell whose last row is missing was interrupted, and is left out."""
+    found: dict[Cell, dict[str, float]] = {}
+    for row in rows:
+        found.setdefault(Cell.of(row.case), {})[row.metric] = row.value
+    return {cell: figures for cell, figures in found.items() if figures.keys() & {"CPU", "capacity"}}
 
 
 def main() -> None:
@@ -189,22 +200,19 @@ def main() -> None:
     gc.collect()
     gc.freeze()
     gc.set_threshold(50_000, 5, 1_000_000)  # requests leave no reference cycles
-    board = Board(args.out or Path("board.jsonl"), args.requests)
+    board = Board(args.out or Path("board.jsonl"))
     policies = ["RayLM", *ABLATIONS[args.ablate]] if args.ablate else args.policies
     paths = {path.stem: path for path in args.traces}
     cells = [
-        Cell(trace, costs, engines, ingresses, load, policy)
+        Cell(trace, costs, engines, ingresses, load, policy, args.requests)
         for engines, costs, trace, ingresses, load, policy in product(
             args.engines, args.costs, paths, args.ingresses, args.loads, policies
         )
     ]
-    for row in board.fill(cells, paths):
-        case = (
-            f"{row['trace']}, {row['costs']}, {row['engines']} engines, {row['ingresses']} ingresses, {row['load']} %"
-        )
+    for cell, row in board.fill(cells, paths):
         print(
-            f"{case:52}{row['policy']:26} mean {row['ttft_ms_mean']:9,.0f}  p99 {row['ttft_ms_p99']:9,.0f} ms  "
-            f"good {row['good_share']:6.1%}  hit {row['hit_rate']:6.1%}  fair {row['fairness']:.3f}  {row['cpu_s']} s",
+            f"{cell.case:80} mean {row['mean']:9,.0f}  p99 {row['p99']:9,.0f} ms  good {row['good']:5.1f} %  "
+            f"hit {row['hit rate']:5.1f} %  fair {row['fairness']:.3f}  {row['CPU']:.1f} s",
             flush=True,
         )
 

@@ -1,67 +1,74 @@
 """Pictures and a table of the rows that ``python -m benchmarks.fleet.board`` wrote, one picture for each question.
 
-    python -m benchmarks.fleet.board_pictures benchmarks/results/board.jsonl --to benchmarks/results
+    python -m benchmarks.fleet.board_pictures benchmarks/results/board.jsonl --to docs/pictures
 
 - board_policies.svg: mean and p99 of TTFT of each policy, relative to RayLM's, on each trace.
-- board_goodput.svg: the share of good requests, the hit rate and the fairness of each policy on each trace.
+- board_goodput.svg: the share of good requests and the hit rate of each policy on each trace.
 - board_terms.svg: mean and p99 of TTFT without each term of RayLM's Router and fair queue, relative to those with it.
 
-Each picture has the cells with the most ingresses and, of those, the load of 80 % (terms of the queue: 95 %). The table
-has RayLM's ratio to the best of the others in every cell.
+The pictures have the cells of 4 engines and 4 ingresses, at 80 % of the capacity; those of the terms also other loads.
+The table has RayLM's ratio to the best of the others in every cell.
 """
 
 from __future__ import annotations
 
 import argparse
-import json
 from collections.abc import Callable, Sequence
 from pathlib import Path
-from typing import Any
 
 from benchmarks.fleet.ablations import ABLATIONS
+from benchmarks.fleet.board import Cell, kept
 from benchmarks.fleet.policies import POLICIES
 from benchmarks.plot import picture
+from benchmarks.rows import read
 
-Row = dict[str, Any]
+Figures = dict[str, float]
+Place = tuple[str, str, int, int, int, int]
+"""Trace, costs, engines, ingresses, load and requests of cells that can be compared."""
+Metric = Callable[[Figures, Figures], float]
+"""A figure of a policy, from its figures and RayLM's."""
 TERMS = [name for names in ABLATIONS.values() for name in names]
 
 
-def place(row: Row) -> tuple[str, str, int, int, int]:
-    """What two rows must have in common to be compared."""
-    return row["trace"], row["costs"], row["engines"], row["ingresses"], row["load"]
-
-
-def grouped(rows: Sequence[Row]) -> dict[tuple[str, str, int, int, int], dict[str, Row]]:
-    """The rows of each place, by policy; only places that RayLM was measured in."""
-    found: dict[tuple[str, str, int, int, int], dict[str, Row]] = {}
-    for row in rows:
-        if row["load"]:
-            found.setdefault(place(row), {})[row["policy"]] = row
+def grouped(cells: dict[Cell, Figures]) -> dict[Place, dict[str, Figures]]:
+    """The figures of each place, by policy; only places that RayLM was measured in."""
+    found: dict[Place, dict[str, Figures]] = {}
+    for cell, figures in cells.items():
+        if cell.load:
+            where = cell.trace, cell.costs, cell.engines, cell.ingresses, cell.load, cell.size * cell.engines
+            found.setdefault(where, {})[cell.policy] = figures
     return {where: of for where, of in found.items() if "RayLM" in of}
 
 
-def table(rows: Sequence[Row]) -> list[str]:
+def table(cells: dict[Cell, Figures]) -> list[str]:
     """Lines of a Markdown table: RayLM's figures relative to the best of the other policies in each cell."""
-    heads = ["trace", "costs", "engines", "ingresses", "load, %", "mean", "p99", "good, points", "best by mean"]
+    heads = [
+        "trace",
+        "costs",
+        "engines",
+        "ingresses",
+        "load, %",
+        "requests",
+        "mean",
+        "p99",
+        "good, points",
+        "best by mean",
+    ]
     lines = [heads, ["---"] * len(heads)]
-    for where, of in sorted(grouped(rows).items()):
-        others = [row for name, row in of.items() if name in POLICIES and name != "RayLM"]
-        if others:
+    for where, of in sorted(grouped(cells).items()):
+        named = {name: row for name, row in of.items() if name in POLICIES and name != "RayLM"}
+        if others := list(named.values()):
             mine = of["RayLM"]
-            ratios = [
-                f"{mine[name] / min(row[name] for row in others):.2f}" for name in ("ttft_ms_mean", "ttft_ms_p99")
-            ]
-            good = 100 * (mine["good_share"] - max(row["good_share"] for row in others))
-            best = min(others, key=lambda row: row["ttft_ms_mean"])["policy"]
+            ratios = [f"{mine[name] / min(row[name] for row in others):.2f}" for name in ("mean", "p99")]
+            good = mine["good"] - max(row["good"] for row in others)
+            best = min(named, key=lambda name: named[name]["mean"])
             lines.append([*map(str, where), *ratios, f"{good:+.1f}", best])
     return [f"| {' | '.join(line)} |" for line in lines]
 
 
-def draw(
-    path: Path, rows: Sequence[Row], names: Sequence[str], metrics: dict[str, Callable[[Row, Row], float]], ratio: bool
-) -> None:
+def draw(path: Path, cells: dict[Cell, Figures], names: Sequence[str], metrics: dict[str, Metric], ratio: bool) -> None:
     """Draw a panel for each place and a group of bars for each of ``names``, a bar for each metric."""
-    panels = {where: of for where, of in grouped(rows).items() if any(name in of for name in names)}
+    panels = {where: of for where, of in grouped(cells).items() if any(name in of for name in names)}
     if not panels:
         return
     with picture(path, len(panels), (3.2 + 2.4 * len(panels), 1.6 + 0.28 * len(names))) as axes:
@@ -78,7 +85,7 @@ def draw(
                 axis.bar_label(bars, [f"{value:.2f}" for value in values], fontsize=6, padding=1)
             axis.set_yticks(range(len(names)), names if axis is axes[0] else [""] * len(names), fontsize=8)
             axis.set_ylim(len(names) - 0.5, -0.5)
-            trace, costs, engines, ingresses, load = where
+            trace, costs, engines, ingresses, load, _ = where
             axis.set_title(f"{trace}, {costs}\n{engines} engines, {ingresses} ingresses, {load} %", fontsize=8)
             if ratio:
                 axis.axvline(1, color="black", linewidth=0.8)
@@ -91,12 +98,12 @@ def draw(
         axes[0].legend(fontsize=7, frameon=False, loc="lower right")
 
 
-def relative(name: str) -> Callable[[Row, Row], float]:
-    return lambda row, mine: row[name] / mine[name]
+def relative(name: str) -> Metric:
+    return lambda figures, mine: figures[name] / mine[name]
 
 
-def share(name: str) -> Callable[[Row, Row], float]:
-    return lambda row, mine: row[name]
+def itself(name: str) -> Metric:
+    return lambda figures, mine: figures[name]
 
 
 def main() -> None:
@@ -104,17 +111,17 @@ def main() -> None:
     options.add_argument("file", type=Path)
     options.add_argument("--to", type=Path, required=True, help="folder of the pictures")
     args = options.parse_args()
-    rows = [json.loads(line) for line in args.file.read_text().splitlines()]
-    shown = [row for row in rows if row["ingresses"] == 4 and row["engines"] == 4]
-    typical = [row for row in shown if row["load"] == 80]
-    times = {"TTFT mean / RayLM": relative("ttft_ms_mean"), "TTFT p99 / RayLM": relative("ttft_ms_p99")}
-    shares = {"good": share("good_share"), "hit rate": share("hit_rate"), "fairness": share("fairness")}
-    policies = [name for name in POLICIES if any(row["policy"] == name for row in typical)]
+    cells = kept(read(args.file))
+    shown = {cell: figures for cell, figures in cells.items() if (cell.ingresses, cell.engines) == (4, 4)}
+    typical = {cell: figures for cell, figures in shown.items() if cell.load == 80}
+    times = {"TTFT mean / RayLM": relative("mean"), "TTFT p99 / RayLM": relative("p99")}
+    shares = {"good, %": itself("good"), "hit rate, %": itself("hit rate")}
+    policies = [name for name in POLICIES if any(cell.policy == name for cell in typical)]
     draw(args.to / "board_policies.svg", typical, [name for name in policies if name != "RayLM"], times, ratio=True)
     draw(args.to / "board_goodput.svg", typical, policies, shares, ratio=False)
-    terms = [name for name in TERMS if any(row["policy"] == name for row in shown)]
+    terms = [name for name in TERMS if any(cell.policy == name for cell in shown)]
     draw(args.to / "board_terms.svg", shown, terms, times, ratio=True)
-    print("\n".join(table(rows)))
+    print("\n".join(table(cells)))
 
 
 if __name__ == "__main__":

@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-import json
 import sys
 from pathlib import Path
 from typing import Any
 
 import pytest
 
+from benchmarks import rows
 from benchmarks.fleet import board, board_pictures
 from benchmarks.fleet.ablations import ABLATIONS, without
 from raylm.engine.queues import fair
@@ -28,11 +28,11 @@ def written(path: Path, given: list[TraceLine]) -> Path:
     return path
 
 
-def filled(monkeypatch: pytest.MonkeyPatch, trace: Path, out: Path, *words: str) -> list[dict[str, Any]]:
+def filled(monkeypatch: pytest.MonkeyPatch, trace: Path, out: Path, *words: str) -> dict[board.Cell, dict[str, float]]:
     given = [str(trace), "--costs", "gpu", "--engines", "2", "--ingresses", "2", "--requests", "6", *words]
     monkeypatch.setattr(sys, "argv", ["board", *given, "--out", str(out)])
     board.main()
-    return [json.loads(line) for line in out.read_text().splitlines()]
+    return board.kept(rows.read(out))
 
 
 def test_cells_are_kept_one_by_one_and_only_missing_ones_are_simulated(
@@ -40,24 +40,26 @@ def test_cells_are_kept_one_by_one_and_only_missing_ones_are_simulated(
 ) -> None:
     trace, out = written(tmp_path / "small.jsonl", lines(30)), tmp_path / "board.jsonl"
     words = ["--loads", "80", "--policies", "RayLM", "random"]
-    rows = filled(monkeypatch, trace, out, *words)
-    assert [(row["load"], row["policy"]) for row in rows] == [(0, "RayLM"), (80, "RayLM"), (80, "random")]
-    assert rows[1]["requests"] == 12
-    assert rows[1]["speed"] == rows[2]["speed"]
-    out.write_text("".join(json.dumps(row) + "\n" for row in rows[:2]))  # ended before the third
+    found = filled(monkeypatch, trace, out, *words)
+    assert [(cell.load, cell.policy) for cell in found] == [(0, "RayLM"), (80, "RayLM"), (80, "random")]
+    full, ours, others = found.values()
+    assert ours["speed"] == others["speed"]
+    whole = out.read_text()
+    out.write_text("".join(whole.splitlines(keepends=True)[:-2]))  # ended within the third cell
     monkeypatch.setattr(board, "capacity", lambda cell, lines: pytest.fail("it is known"))
     again = filled(monkeypatch, trace, out, *words)
-    assert again[:2] == rows[:2]
-    for row in (again[2], rows[2]):
-        del row["cpu_s"]
-    assert again[2] == rows[2]
-    kept = out.read_bytes()
+    assert list(again) == list(found)
+    assert list(again.values())[:2] == [full, ours]
+    assert {name: value for name, value in list(again.values())[2].items() if name != "CPU"} == {
+        name: value for name, value in others.items() if name != "CPU"
+    }
+    before = out.read_bytes()
     filled(monkeypatch, trace, out, *words)
-    assert out.read_bytes() == kept
+    assert out.read_bytes() == before
 
 
 def test_a_load_is_a_share_of_the_measured_capacity() -> None:
-    cell = board.Cell("t", "gpu", 2, 1, 0, "RayLM")
+    cell = board.Cell("t", "gpu", 2, 1, 0, "RayLM", 1)
     given = lines(600)
     most = board.capacity(cell, given)
     slow, fast = (board.run(cell, given, share * 2 * most / board.rate(given)).end_s for share in (0.5, 2.0))
@@ -67,7 +69,7 @@ def test_a_load_is_a_share_of_the_measured_capacity() -> None:
 
 def test_sessions_are_whole_but_for_their_later_turns() -> None:
     given = [one for name in "abc" for one in lines(30, session=name)]
-    found = board.chosen(given, 50)
+    found = board.chosen(given, board.Cell("t", "gpu", 2, 1, 80, "RayLM", 25))
     assert [sum(line.session == name for line in found) for name in "abc"] == [20, 20, 10]
     faster = board.faster(lines(2, session="a", think_s=3.0), 2.0)
     assert [(line.arrival, line.think_s) for line in faster] == [(0.0, 1.5), (0.25, 1.5)]
@@ -104,13 +106,13 @@ def test_without_a_term_choices_differ() -> None:
 def test_pictures_and_the_ratio_to_the_best(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    figures = {"ttft_ms_p99": 20.0, "good_share": 0.9, "hit_rate": 0.5, "fairness": 1.0, "requests": 9}
-    cell = {"trace": "t", "costs": "gpu", "engines": 4, "ingresses": 4, "load": 80}
-    means = {"RayLM": 10.0, "random": 30.0, "SMG": 8.0, "no risk": 11.0}
-    rows = [cell | figures | {"policy": name, "ttft_ms_mean": mean} for name, mean in means.items()]
-    (file := tmp_path / "board.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    units = {"mean": "ms", "p99": "ms", "good": "%", "hit rate": "%", "CPU": "s"}
+    file = tmp_path / "board.jsonl"
+    for policy, mean in {"RayLM": 10.0, "random": 30.0, "SMG": 8.0, "first come, first served": 11.0}.items():
+        figures = {"mean": mean, "p99": 20.0, "good": 90.0, "hit rate": 50.0, "CPU": 1.0}
+        rows.append(file, "board", board.Cell("t", "gpu", 4, 4, 80, policy, 3).case, figures, units)
     monkeypatch.setattr(sys, "argv", ["pictures", str(file), "--to", str(tmp_path)])
     board_pictures.main()
-    assert "| t | gpu | 4 | 4 | 80 | 1.25 | 1.00 | +0.0 | SMG |" in capsys.readouterr().out
+    assert "| t | gpu | 4 | 4 | 80 | 12 | 1.25 | 1.00 | +0.0 | SMG |" in capsys.readouterr().out
     for name in ("policies", "goodput", "terms"):
         assert (tmp_path / f"board_{name}.svg").stat().st_size > 1000
