@@ -95,7 +95,8 @@ def draw(path: Path, cells: dict[Cell, Figures], names: Sequence[str], metrics: 
             axis.tick_params(axis="x", which="both", labelsize=6)
             axis.spines[["top", "right"]].set_visible(False)
             axis.margins(x=0.15)
-        axes[0].legend(fontsize=7, frameon=False, loc="lower right")
+        handles, labels = axes[0].get_legend_handles_labels()
+        axes[0].figure.legend(handles, labels, fontsize=7, frameon=False, ncols=2, loc="outside lower center")
 
 
 def relative(name: str) -> Metric:
