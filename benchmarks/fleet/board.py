@@ -13,7 +13,7 @@ the capacity, which is measured: all requests come at once, to four engines with
 second are counted between the first 10 % and 80 % of the ends. Each cell has the first ``--requests`` requests for each
 engine, and of a session of agents its first 20 turns. An ingress knows its own requests at once, and blocks and the
 requests of others as they were 0.1 s ago. ``--ablate router`` and ``--ablate queue`` take RayLM alone, and without each
-term of the Router or of the fair queue.
+term of the Router or of the fair queue; ``--policies "no risk"`` takes out one.
 
 Costs: ``gpu`` approximates an 8B model on a GPU, ``cpu`` is fitted to the steps of a 0.6B model on two cores in
 benchmarks/results/forward.jsonl. A request is good within 2 s to the first token and 100 ms between tokens (gpu), or
@@ -49,6 +49,7 @@ COSTS = {
     "gpu": {"base_s": 0.006, "token_s": 0.00006, "sequence_s": 0.00006},
     "cpu": {"base_s": 0.0387, "token_s": 0.0029, "sequence_s": 0.0},
 }
+TERMS = [name for names in ABLATIONS.values() for name in names]
 UNITS = {
     "capacity": "requests/s", "speed": "", "mean": "ms", "p99": "ms", "good": "%", "goodput": "requests/s",
     "hit rate": "%", "fairness": "", "CPU": "s",
@@ -193,7 +194,7 @@ def main() -> None:
     options.add_argument("--engines", type=int, nargs="+", default=[4, 16, 64])
     options.add_argument("--ingresses", type=int, nargs="+", default=[1, 4])
     options.add_argument("--loads", type=int, nargs="+", default=[50, 80, 95])
-    options.add_argument("--policies", nargs="+", choices=list(POLICIES), default=["RayLM", *OTHERS])
+    options.add_argument("--policies", nargs="+", choices=[*POLICIES, *TERMS], default=["RayLM", *OTHERS])
     options.add_argument("--requests", type=int, default=150, help="for each engine")
     options.add_argument("--ablate", choices=list(ABLATIONS))
     args = options.parse_args()

@@ -16,8 +16,7 @@ import argparse
 from collections.abc import Callable, Sequence
 from pathlib import Path
 
-from benchmarks.fleet.ablations import ABLATIONS
-from benchmarks.fleet.board import Cell, kept
+from benchmarks.fleet.board import TERMS, Cell, kept
 from benchmarks.fleet.policies import POLICIES
 from benchmarks.plot import picture
 from benchmarks.rows import read
@@ -27,7 +26,6 @@ Place = tuple[str, str, int, int, int, int]
 """Trace, costs, engines, ingresses, load and requests of cells that can be compared."""
 Metric = Callable[[Figures, Figures], float]
 """A figure of a policy, from its figures and RayLM's."""
-TERMS = [name for names in ABLATIONS.values() for name in names]
 
 
 def grouped(cells: dict[Cell, Figures]) -> dict[Place, dict[str, Figures]]:
