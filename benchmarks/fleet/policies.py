@@ -27,6 +27,30 @@ class RoundRobin(Router):
         return self.turn % len(engines), [0.0] * len(engines)
 
 
+class Random(Router):
+    """Chooses any engine."""
+
+    def choose(self, prompt: PromptBlocks, engines: list[RoutedEngine], uncached: list[int]) -> Choice:
+        return self._rng.randrange(len(engines)), [0.0] * len(engines)
+
+
+class PowerOfTwo(Router):
+    """Chooses two engines at random, and of them the one with fewer requests, as Ray Serve's default."""
+
+    def choose(self, prompt: PromptBlocks, engines: list[RoutedEngine], uncached: list[int]) -> Choice:
+        two = self._rng.sample(range(len(engines)), 2)
+        return min(two, key=lambda place: _open(engines[place])), [float(_open(engine)) for engine in engines]
+
+
+class SessionAffinity(Router):
+    """Chooses by a hash of the prompt's first 2,048 tokens, which name the session where there is no header."""
+
+    def choose(self, prompt: PromptBlocks, engines: list[RoutedEngine], uncached: list[int]) -> Choice:
+        session = hash(tuple(prompt.request.prompt_token_ids[:2048]))
+        scores = [float(hash((session, place))) for place in range(len(engines))]
+        return scores.index(min(scores)), scores
+
+
 class _Scored(Router, ABC):
     """Chooses the engine with the lowest score, at random among equals."""
 
@@ -102,12 +126,11 @@ class Smg(_Scored):
         return engine.sequences if self._by_load else uncached + engine.sequences / 1e6
 
 
-class Approximate(Router):
-    """SGLang's gateway without events: the longest prefix among its own requests, if it is half of the prompt.
+class _OwnPrefixes(Router, ABC):
+    """The base of policies that remember the prefixes that they sent to each engine, and read no reports."""
 
-    Otherwise it chooses the engine that got the fewest tokens. If the numbers of own requests are out of balance, it
-    chooses the engine with the fewest.
-    """
+    share = 0.5
+    """Least share of the prompt that must be known for a choice by prefix."""
 
     def __init__(self, *args: Any, **options: Any) -> None:
         super().__init__(*args, **options)
@@ -119,27 +142,60 @@ class Approximate(Router):
             parent = hash((parent, *tokens[start : start + BLOCK]))
             chain.append(parent)
         trees = [self._sent.setdefault(engine, set()) for engine in engines]
-        own = [engine.sequences for engine in engines]
-        if max(own) - min(own) > 10 and max(own) > 1.5 * min(own):
-            scores = [float(count) for count in own]
-        else:
+        if (scores := self.by_load(engines)) is None:
             scores = [
                 -float(next((n for n, block in enumerate(chain) if block not in tree), len(chain))) for tree in trees
             ]
-            if -min(scores) * BLOCK < 0.5 * len(tokens):
+            if -min(scores) * BLOCK < self.share * len(tokens):
                 scores = [float(len(tree)) for tree in trees]
         place = self._rng.choice([place for place, score in enumerate(scores) if score == min(scores)])
         trees[place].update(chain)
         return place, scores
 
+    @abstractmethod
+    def by_load(self, engines: list[RoutedEngine]) -> list[float] | None:
+        """Scores by load alone, if the engines are out of balance."""
+
+
+class Approximate(_OwnPrefixes):
+    """SGLang's gateway without events: the longest prefix among its own requests, if it is half of the prompt.
+
+    Otherwise it chooses the engine that got the fewest tokens. If the numbers of own requests are out of balance, it
+    chooses the engine with the fewest.
+    """
+
+    def by_load(self, engines: list[RoutedEngine]) -> list[float] | None:
+        own = [engine.sequences for engine in engines]
+        return [float(count) for count in own] if max(own) - min(own) > 10 and max(own) > 1.5 * min(own) else None
+
+
+class ServePrefix(_OwnPrefixes):
+    """Ray Serve's prefix-aware router: as above from a tenth of the prompt.
+
+    If the numbers of requests differ by more than 10, it takes the better of two random engines.
+    """
+
+    share = 0.1
+
+    def by_load(self, engines: list[RoutedEngine]) -> list[float] | None:
+        counts = [_open(engine) for engine in engines]
+        if max(counts) - min(counts) <= 10:
+            return None
+        two = self._rng.sample(range(len(engines)), 2)
+        return [float(count) if place in two else float("inf") for place, count in enumerate(counts)]
+
 
 POLICIES: dict[str, Callable[..., Router]] = {
     "RayLM": Router,
+    "random": Random,
     "round robin": RoundRobin,
+    "power of two": PowerOfTwo,
+    "session affinity": SessionAffinity,
     "least open": LeastOpen,
     "Dynamo linear": DynamoLinear,
     "Dynamo lmetric": DynamoLmetric,
     "llm-d": LlmD,
     "SMG": Smg,
     "SGLang approximate": Approximate,
+    "Serve prefix": ServePrefix,
 }

@@ -5,7 +5,7 @@ from __future__ import annotations
 import hashlib
 import random
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, Literal
 
 from pydantic import Field
@@ -42,7 +42,8 @@ class PromptSettings(Frozen):
 class Question:
     """A prompt, as words or token ids, and the tokens of its answer.
 
-    ``at`` is in seconds, ``blocks`` come from a trace.
+    ``at`` is in seconds, ``blocks`` come from a trace. A question of a session is sent ``think_s`` after the answer to
+    the question before it.
     """
 
     prompt: tuple[str, ...] | tuple[int, ...]
@@ -51,6 +52,8 @@ class Question:
     key: str = ""
     blocks: tuple[int, ...] = ()
     block_size: int = BLOCK
+    session: str = ""
+    think_s: float = 0.0
 
 
 @dataclass(frozen=True)
@@ -83,18 +86,32 @@ def drawn(settings: PromptSettings, scale: Scale, load: int) -> Iterator[Questio
 def traced(lines: Sequence[TraceLine], scale: Scale, speed: float) -> list[Question]:
     """The requests of a trace, ``speed`` times as fast. Equal blocks have equal words."""
     begun = lines[0].arrival
-    return [_traced(line, number, scale, (line.arrival - begun) / speed) for number, line in enumerate(lines)]
+    return [
+        replace(
+            _traced(line, number, scale),
+            at=(line.arrival - begun) / speed, session=line.session, think_s=line.think_s / speed,
+        )
+        for number, line in enumerate(lines)
+    ]  # fmt: skip
 
 
-def _traced(line: TraceLine, number: int, scale: Scale, at: float) -> Question:
+def _traced(line: TraceLine, number: int, scale: Scale) -> Question:
     if line.prompt is not None:
-        return Question(line.prompt, line.output_tokens, at, line.key)
+        return Question(line.prompt, line.output_tokens, key=line.key)
     assert line.prompt_tokens is not None
     blocks, size = tuple(map(block_number, line.blocks)), line.block_size or _BLOCK_IN_TRACES
     whole = min(len(blocks), line.prompt_tokens // size)  # the other blocks belong to the answer
     shared = [word for block in blocks[:whole] for word in words(f"block {block}", scale.words(size))]
     own = words(f"trace {number}", scale.own_words(line.prompt_tokens, len(shared)))
-    return Question((*shared, *own), line.output_tokens, at, line.key, blocks, size)
+    return Question((*shared, *own), line.output_tokens, 0.0, line.key, blocks, size)
+
+
+def sessions(questions: Sequence[Question]) -> list[list[Question]]:
+    """The questions of each session, in order of their first questions. One without a session is alone."""
+    found: dict[object, list[Question]] = {}
+    for number, question in enumerate(questions):
+        found.setdefault(question.session or number, []).append(question)
+    return list(found.values())
 
 
 def words(seed: str, number: int) -> tuple[str, ...]:

@@ -36,6 +36,8 @@ def write_trace(path: Path, loads: Iterable[LoadResult]) -> int:
             "ttft_s": round(answer.ttft, 6),
             "duration_s": round(answer.total, 6),
         }
+        if question.session:
+            line |= {"session": question.session, "think_s": round(question.think_s, 6)}
         lines.append(json.dumps(line) + "\n")
     try:
         path.write_text("".join(lines))

@@ -13,7 +13,7 @@ from typing import Any, Literal
 from pydantic import Field
 
 from raylm.bench.loops import closed_loop, open_loop, poisson
-from raylm.bench.prompts import PromptSettings, Question, Scale, drawn, tools, traced, words
+from raylm.bench.prompts import PromptSettings, Question, Scale, drawn, sessions, tools, traced, words
 from raylm.bench.report import LoadResult
 from raylm.client import Answer, Connection, ServerError, ask
 from raylm.config import Frozen
@@ -98,17 +98,31 @@ class Bench:
 
         return [partial(one, question) for question in questions]
 
+    async def _session(
+        self, questions: Sequence[Question], asked: list[tuple[Question, Answer]], ended: Callable[[], object]
+    ) -> None:
+        """Send the questions of one session, each after the answer to the one before it and a pause."""
+        for turn, question in enumerate(questions):
+            await asyncio.sleep(question.think_s if turn else 0.0)
+            asked.append((question, await self._ask(question)))
+            ended()
+
     async def load(
         self, name: str, questions: Sequence[Question], concurrency: int | None, progress: Progress
     ) -> LoadResult:
-        """Run one load: a closed loop of ``concurrency``, or each question at its time."""
+        """Run one load: a closed loop of ``concurrency``, or each question at its time.
+
+        Of a session the first question has a time, and a later one is sent after the answer before it.
+        """
         asked: list[tuple[Question, Answer]] = []
         begun, late = time.perf_counter(), [0.0]
         with progress(name, len(questions)) as ended:
             if concurrency is not None:
                 await closed_loop(self._asks(questions, asked), concurrency, ended)
             else:
-                _, late = await open_loop(self._asks(questions, asked), [one.at for one in questions], ended)
+                turns = sessions(questions)
+                asks = [partial(self._session, one, asked, ended) for one in turns]
+                _, late = await open_loop(asks, [one[0].at for one in turns], lambda: None)
         return LoadResult(name, time.perf_counter() - begun, asked, max(late), self.scale)
 
 
@@ -131,7 +145,7 @@ async def run_all(
     bench = Bench(connection, settings, prompts)
     await bench.warm_up()
     if trace:
-        questions = traced(trace, bench.scale, settings.speed)[: settings.requests]
+        questions = traced(trace[: settings.requests], bench.scale, settings.speed)
         report(await bench.load("trace", questions, None, progress))
         return
     for number, rate in enumerate(settings.rates):

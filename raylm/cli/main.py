@@ -1,4 +1,4 @@
-"""The `raylm` command: serve, chat, bench, doctor, simulate, config, version."""
+"""The `raylm` command: serve, chat, bench, doctor, simulate, trace, config, version."""
 
 from __future__ import annotations
 
@@ -20,6 +20,7 @@ from raylm.cli.chat import chat
 from raylm.cli.doctor import doctor
 from raylm.cli.knob_command import KNOBS, KnobCommand
 from raylm.cli.simulate import simulate
+from raylm.cli.trace import trace
 from raylm.config import knobs
 from raylm.errors import ConfigError
 from raylm.stages import report
@@ -87,6 +88,7 @@ app.command()(chat)
 app.command()(bench)
 app.command(cls=KnobCommand, context_settings=KNOBS)(doctor)
 app.command(no_args_is_help=True)(simulate)
+app.add_typer(trace, name="trace")
 
 
 @app.command("config")

@@ -20,6 +20,7 @@ from raylm.simulate.simulation import simulate as simulate
 from raylm.simulate.step_costs import StepCosts as StepCosts
 from raylm.simulate.step_costs import fit as fit
 from raylm.simulate.step_costs import read_steps as read_steps
+from raylm.simulate.trace import Trace as Trace
 from raylm.simulate.trace import TraceLine as TraceLine
 from raylm.simulate.trace import block_number as block_number
 from raylm.simulate.trace import read_lines as read_lines

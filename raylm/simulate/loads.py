@@ -151,7 +151,7 @@ LOADS: dict[str, type[Load]] = {
 class Replay(Load):
     """The requests of a trace."""
 
-    def __init__(self, requests: list[SimulatedRequest]) -> None:
+    def __init__(self, requests: Iterable[SimulatedRequest]) -> None:
         super().__init__(LoadSettings())
         self._requests = requests
 

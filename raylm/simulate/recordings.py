@@ -14,7 +14,7 @@ from raylm.errors import ConfigError
 from raylm.simulate.fleet import Fleet
 from raylm.simulate.report import spread
 from raylm.simulate.step_costs import fit, read_steps
-from raylm.simulate.trace import SimulatedRequest, read_trace
+from raylm.simulate.trace import Trace, read_trace
 
 _DRAFTS = ("speculative_tokens", "share_drafts")  # ignored without drafts
 _SAME = ("block_size", "max_model_len", "prefix_caching", "scheduler")
@@ -28,7 +28,7 @@ class Recorded:
     """
 
     fleet: Fleet
-    trace: list[SimulatedRequest]
+    trace: Trace
     figures: dict[str, Any]
     errors: list[float]
 

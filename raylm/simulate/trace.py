@@ -10,6 +10,8 @@ A line is an object of
     prompt          token ids, in place of prompt_tokens and blocks
     key             name of the client's key (optional)
     priority        as in a request (optional)
+    session, think_s   a line of a session is sent think_s seconds after the answer to the session's line before it
+                    (optional; arrival then only orders the lines, except for the session's first)
     sequence, finish, ttft_s, duration_s, cached_tokens   in recordings; ignored here
 Lines of a recording whose ``kind`` is not "request" are ignored.
 """
@@ -17,7 +19,7 @@ Lines of a recording whose ``kind`` is not "request" are ignored.
 from __future__ import annotations
 
 import json
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Annotated, Literal
@@ -40,6 +42,24 @@ class Turn:
     prompt: list[int]
     output_tokens: int
 
+    def request(self, before: SimulatedRequest, now: float) -> SimulatedRequest:
+        """The request after ``before``: its prompt, its answer and the new tokens."""
+        prompt = before.prompt + before.answer * before.output_tokens + self.prompt
+        return SimulatedRequest(now + self.after_s, prompt, [prompt[-1]], self.output_tokens, before.key)
+
+
+@dataclass(slots=True, eq=False)
+class TracedTurn:
+    """A later line of a session in a trace: line ``number``, for a fleet with blocks of ``block_size`` tokens."""
+
+    line: TraceLine
+    number: int
+    block_size: int
+
+    def request(self, before: SimulatedRequest, now: float) -> SimulatedRequest:
+        """The request after ``before``, whose prompt is the line's alone."""
+        return self.line.request(self.number, now + self.line.think_s, self.block_size)
+
 
 @dataclass(slots=True, eq=False)
 class SimulatedRequest:
@@ -54,15 +74,15 @@ class SimulatedRequest:
     output_tokens: int
     key: str = ""
     priority: int = 0
-    later: list[Turn] = field(default_factory=list)
+    later: list[Turn] | list[TracedTurn] = field(default_factory=list)
 
     def next_turn(self, now: float) -> SimulatedRequest | None:
-        """The next turn: this prompt, its answer and new tokens, after a pause. None after the last turn."""
+        """The next turn, after a pause. None after the last turn."""
         if not self.later:
             return None
-        turn, *later = self.later
-        prompt = self.prompt + self.answer * self.output_tokens + turn.prompt
-        return SimulatedRequest(now + turn.after_s, prompt, [prompt[-1]], turn.output_tokens, self.key, later=later)
+        request = self.later[0].request(self, now)
+        request.later = self.later[1:]
+        return request
 
 
 class TraceLine(Frozen):
@@ -77,6 +97,8 @@ class TraceLine(Frozen):
     prompt: tuple[Annotated[int, Field(ge=0, lt=_UNIQUE)], ...] | None = Field(None, min_length=1)
     key: str = ""
     priority: int = 0
+    session: str = ""
+    think_s: float = Field(0.0, ge=0, allow_inf_nan=False)
     sequence: str = ""
     finish: str = ""
     ttft_s: float = 0.0
@@ -89,27 +111,55 @@ class TraceLine(Frozen):
             raise ValueError("set either prompt_tokens or prompt")
         if self.prompt is not None and self.blocks:
             raise ValueError("blocks: cannot be combined with prompt; use prompt_tokens")
+        if self.think_s and not self.session:
+            raise ValueError("think_s: needs a session")
         return self
 
-    def request(self, number: int, begun: float, block_size: int) -> SimulatedRequest:
-        """Request number ``number`` of a trace that began at ``begun``."""
+    def request(self, number: int, at: float, block_size: int) -> SimulatedRequest:
+        """Request number ``number`` of a trace, which arrives ``at`` seconds."""
         own = _UNIQUE + number % _UNIQUE
-        at = self.arrival - begun
         if self.prompt is not None:
             return SimulatedRequest(at, list(self.prompt), [own], self.output_tokens, self.key, self.priority)
         assert self.prompt_tokens is not None
         size = self.block_size or block_size
-        tokens = [token for block in self.blocks for token in block_tokens(block_number(block), size)]
+        begins = size > block_size
+        tokens = [token for block in self.blocks for token in block_tokens(block_number(block), size, begins)]
         tokens += [own] * max(0, self.prompt_tokens - len(tokens))
         prompt, answer = tokens[: self.prompt_tokens], tokens[self.prompt_tokens :]
         answer = [*answer[: self.output_tokens - 1], own]
         return SimulatedRequest(at, prompt, answer, self.output_tokens, self.key, self.priority)
 
 
-def read_trace(paths: list[Path], block_size: int) -> list[SimulatedRequest]:
-    """All requests of some files in order of arrival, the first at 0. Raises ConfigError as ``read_lines``."""
-    lines = read_lines(paths)
-    return [line.request(number, lines[0].arrival, block_size) for number, line in enumerate(lines)]
+class Trace:
+    """The requests of a trace in order of arrival, the first at 0. Later turns of a session are with its first.
+
+    Each iteration makes the prompts anew, one at a time, because those of a whole trace may not fit into memory.
+    """
+
+    def __init__(self, lines: Sequence[TraceLine], block_size: int) -> None:
+        self._lines, self._block_size = lines, block_size
+
+    def __iter__(self) -> Iterator[SimulatedRequest]:
+        turns: dict[str, list[TracedTurn]] = {}
+        for number, line in enumerate(self._lines):
+            if line.session:
+                turns.setdefault(line.session, []).append(TracedTurn(line, number, self._block_size))
+        begun = self._lines[0].arrival
+        for number, line in enumerate(self._lines):
+            session = turns.get(line.session, [])
+            if not session or session[0].number == number:
+                request = line.request(number, line.arrival - begun, self._block_size)
+                request.later = session[1:]
+                yield request
+
+
+def read_trace(paths: list[Path], block_size: int) -> Trace:
+    """The requests of some files, for a fleet with blocks of ``block_size`` tokens.
+
+    Raises:
+        ConfigError: as ``read_lines``.
+    """
+    return Trace(read_lines(paths), block_size)
 
 
 def read_lines(paths: list[Path]) -> list[TraceLine]:
@@ -161,6 +211,11 @@ def block_number(block: int | str) -> int:
     return number
 
 
-def block_tokens(block: int, size: int) -> list[int]:
-    """The tokens of a block, unique to it. They differ in the last places, where prompts end in a block."""
-    return [*[0] * (size - 2), block >> _TOKEN_BITS, block & ((1 << _TOKEN_BITS) - 1)]
+def block_tokens(block: int, size: int, begins: bool = False) -> list[int]:
+    """The tokens of a block, unique to it. They differ in the last places, where prompts end in a block.
+
+    With ``begins`` they also differ in the first places, so that two blocks share no smaller block of a fleet.
+    """
+    number = [block >> _TOKEN_BITS, block & ((1 << _TOKEN_BITS) - 1)]
+    begin = number if begins and size >= 4 else []
+    return [*begin, *[0] * (size - 2 - len(begin)), *number]

@@ -6,6 +6,7 @@ import asyncio
 import json
 from collections import Counter
 from functools import partial
+from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
@@ -110,6 +111,27 @@ def test_an_open_loop_is_never_early_and_says_how_late_it_was(monkeypatch: pytes
     held_up = times[7] + 1.0
     assert sent == pytest.approx([max(at, held_up) if number > 7 else at for number, at in enumerate(times)])
     assert late == pytest.approx([there - at for there, at in zip(sent, times, strict=True)], abs=1e-9)
+
+
+def test_a_turn_of_a_session_is_sent_after_the_answer_before_it(tmp_path: Path) -> None:
+    """Without sessions all are open at once; with two sessions two are, although the trace's times say otherwise."""
+    trace, record = tmp_path / "trace.jsonl", tmp_path / "asked.jsonl"
+    lines = [{"arrival": 0.0, "prompt_tokens": 40, "output_tokens": 4} for _ in range(8)]
+    trace.write_text("\n".join(map(json.dumps, lines)))
+    with OpenAIServer(open_first=8) as server:
+        run(server.url, "--trace", str(trace))
+    assert server.most_open == 8
+    turns = [line | {"session": f"s{n % 2}", "think_s": 0.02} for n, line in enumerate(lines)]
+    trace.write_text("\n".join(map(json.dumps, turns)))
+    with OpenAIServer(open_first=2) as server:
+        run(server.url, "--trace", str(trace), "--speed", "2", "--record", str(record))
+    assert server.most_open == 2
+    found = read_lines([record])
+    assert sorted((line.session, line.think_s) for line in found) == [("s0", 0.01)] * 4 + [("s1", 0.01)] * 4
+    for name in ("s0", "s1"):
+        mine = [line for line in found if line.session == name]
+        pauses = [later.arrival - one.arrival - one.duration_s for one, later in pairwise(mine)]
+        assert min(pauses) > 0.0099
 
 
 def test_prefixes_are_shared_and_recorded_as_equal_blocks(tmp_path: Path) -> None:

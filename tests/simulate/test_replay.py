@@ -87,7 +87,7 @@ def test_a_recording_is_a_trace_and_steps_to_fit_costs_to(tmp_path: Path) -> Non
     path = asyncio.run(recorded(tmp_path, 5))
     costs, _ = fit(read_steps(path))
     ended = [json.loads(line) for line in path.read_text().splitlines() if '"kind":"request"' in line]
-    trace = read_trace([path], 64)
+    trace = list(read_trace([path], 64))
     assert len(trace) == len(ended)
     assert all(0 < line["ttft_s"] <= line["duration_s"] for line in ended)
     served = simulate(Fleet.of({"costs": costs.model_dump()}, "test"), Replay(trace)).served
@@ -171,7 +171,7 @@ def test_a_recorded_fleet_is_simulated_as_it_was(tmp_path: Path) -> None:
     (group,) = found.fleet.engines
     assert (group.num_blocks, found.fleet.config.scheduler.max_num_seqs) == (60, 8)
     outcome = figures(simulate(found.fleet, Replay(found.trace)), Targets())
-    assert found.figures["requests"] == len(found.trace) == outcome["requests"]
+    assert found.figures["requests"] == len(list(found.trace)) == outcome["requests"]
     assert found.figures["hit_rate"] == pytest.approx(hit_rate(path), abs=0.05)
     assert outcome["hit_rate"] == pytest.approx(hit_rate(path), abs=0.2)
 
