@@ -240,7 +240,7 @@ class Config(Frozen):
     """A served model. ``serve run`` passes the ``args`` of an application here."""
 
     model: str = Field("embedded", min_length=1)
-    """'embedded', a checkpoint directory, or a Hugging Face hub id."""
+    """'embedded', 'smollm2', a checkpoint directory, a GGUF file, or a Hugging Face hub id."""
     served_model_name: str | None = None
     """Name that clients use in `model`; by default the value of `model`."""
     revision: str | None = None

@@ -60,13 +60,13 @@ def select_quantization(checkpoint: Checkpoint, asked: str | None, device: torch
         description, layers, head = _ROUNDED[asked]
         return ByModule(description, lambda module: head if module == HEAD else layers)
     if asked is not None:
-        raise ConfigError(f"quantization: the weights of {checkpoint.path} are quantized already; leave it out.")
+        raise ConfigError(f"quantization: the weights of {checkpoint} are quantized already; leave it out.")
     if ranks.world_size > 1:
         raise ConfigError(
-            f"engine.tensor_parallel_size: the quantized weights of {checkpoint.path} are served by one rank only."
+            f"engine.tensor_parallel_size: the quantized weights of {checkpoint} are served by one rank only."
         )
     description, form, ignored = read_quantization_config(checkpoint)
-    what = f"model: the quantized weights of {checkpoint.path} ({description}) are"
+    what = f"model: the quantized weights of {checkpoint} ({description}) are"
     if isinstance(form, Fp8Blocks):
         if device.type in FP8_BLOCK_LINEARS:
             check_fp8(what, device)
