@@ -20,6 +20,7 @@ from raylm import checkpoint
 from raylm.checkpoint import find_local, resolve
 from raylm.cli.options import Place, served
 from raylm.errors import ConfigError
+from raylm.gguf import directory
 from raylm.gguf.tokenizer import SPLITS
 from raylm.models import check_checkpoint
 from tests.checkpoints import make_checkpoint
@@ -28,7 +29,8 @@ from tests.gguf_files import make_gguf
 
 @pytest.fixture(autouse=True)
 def _cache(tmp_path_factory: pytest.TempPathFactory, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path_factory.mktemp("cache")))
+    cache = tmp_path_factory.mktemp("cache")
+    monkeypatch.setattr(directory, "_cache", lambda: cache)
 
 
 @pytest.fixture(scope="module")

@@ -9,11 +9,8 @@ from raylm.errors import ConfigError
 from raylm.gguf import StoredTensor
 
 _LAYER = re.compile(r"blk\.(0|[1-9]\d*)\.(.+)\.(weight|bias)")
-_OUTSIDE = {
-    "token_embd.weight": "model.embed_tokens.weight",
-    "output_norm.weight": "model.norm.weight",
-    "output.weight": "lm_head.weight",
-}
+_EMBEDDING, _HEAD = "model.embed_tokens.weight", "lm_head.weight"
+_OUTSIDE = {"token_embd.weight": _EMBEDDING, "output_norm.weight": "model.norm.weight", "output.weight": _HEAD}
 _MODULES = {
     "attn_norm": "input_layernorm",
     "attn_q": "self_attn.q_proj",
@@ -36,7 +33,7 @@ _NO_WEIGHTS = frozenset({"rope_freqs.weight"})  # config.json has them
 
 
 def named_tensors(checkpoint: Checkpoint) -> dict[str, StoredTensor]:
-    """The tensors of a model in GGUF files by their names in a Hugging Face checkpoint.
+    """The tensors of a model in GGUF files by their names in a Hugging Face checkpoint. A tied head is the embedding's.
 
     Raises:
         ConfigError: a tensor has a name that is not known.
@@ -47,6 +44,8 @@ def named_tensors(checkpoint: Checkpoint) -> dict[str, StoredTensor]:
     for name, tensor in checkpoint.gguf.tensors().items():
         if name not in _NO_WEIGHTS:
             found[_renamed(name, modules, checkpoint)] = tensor
+    if _EMBEDDING in found:
+        found.setdefault(_HEAD, found[_EMBEDDING])  # a tied head
     return found
 
 

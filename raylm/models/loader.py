@@ -81,9 +81,11 @@ def _outline(
 
 def _select_quantization(checkpoint: Checkpoint, asked: str | None, device: torch.device, ranks: Ranks) -> Quantization:
     stored = checkpoint.config.get("quantization_config")
-    if asked is None and stored is None:
+    if stored is None and (asked == "none" or (asked is None and checkpoint.gguf is None)):
         return Quantization()
     if not QUANTIZATION:
+        if asked is None and stored is None:
+            return Quantization()
         what = f"quantization: {asked} is" if asked else f"model: the quantized weights of {checkpoint} are"
         raise ConfigError(f"{what} not supported: raylm.models.quantization is not installed.")
     return QUANTIZATION["select"](checkpoint, asked, device, ranks)
@@ -91,9 +93,11 @@ def _select_quantization(checkpoint: Checkpoint, asked: str | None, device: torc
 
 def _loaded(model: CausalLM, prefix: str, layer: Linear) -> int:
     """Bytes of the loaded weights of ``layer``; 0 if they are a copy of other weights."""
+    if {f"{prefix}{part}.weight" for part in layer.parts} <= model.redundant:
+        return 0
     if layer.weight is None:
         return sum(tensor.nbytes for stored in layer.stored.values() for tensor in stored.values())
-    return 0 if {f"{prefix}{part}.weight" for part in layer.parts} <= model.redundant else layer.weight.nbytes
+    return layer.weight.nbytes
 
 
 def resolve_dtype(checkpoint: Checkpoint, asked: str, device: torch.device) -> torch.dtype:
@@ -117,12 +121,20 @@ def _load(checkpoint: Checkpoint, model: CausalLM) -> None:
     places = model.places(found)
     unexpected = {name for name in found - places.keys() if not model.ignores(name)}
     refuse_names(checkpoint, places.keys() - found, unexpected)
+    places |= _blocks_of_head(model)
     wanted = found & places.keys()
     with tqdm(total=len(wanted), desc="Loading weights", unit="tensor", delay=1.0, file=sys.stderr) as bar:
         tensors = _tensors if checkpoint.gguf is None else _gguf_tensors
         for name, tensor in tensors(checkpoint, {name: places[name] for name in wanted}, model.shards):
             _copy(name, tensor, places[name])
             bar.update()
+
+
+def _blocks_of_head(model: CausalLM) -> dict[str, Tensor]:
+    """Memory for the head's quantized weights, if its floats would be those of the embedding."""
+    heads = (layer for _, layer in linear_layers(model) if HEAD in layer.parts)
+    stored = next((layer.stored.get(HEAD, {}) for layer in heads), {})
+    return {f"{HEAD}.{name}": tensor for name, tensor in stored.items() if f"{HEAD}.{name}" in model.redundant}
 
 
 def _copy(name: str, tensor: Tensor, target: Tensor) -> None:
@@ -157,6 +169,9 @@ def _gguf_tensors(
     weights = GgufWeights(checkpoint)
     for name in weights.tensors:
         if name in places:
+            if places[name].dtype == torch.uint8:
+                yield name, weights.blocks(name)
+                continue
             shard, tensor = shards.get(name), weights.read(name, places[name].dtype)
             yield name, tensor if shard is None else _part(tensor, name, shard)
 

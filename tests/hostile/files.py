@@ -27,6 +27,7 @@ from typing import Any
 
 from raylm.checkpoint import resolve
 from raylm.errors import ConfigError, InvalidRequestError
+from raylm.gguf import directory
 
 ROOM = 3 * 2**30  # bytes of address space beyond what the process has when it begins
 LIMIT_S = 60
@@ -170,7 +171,7 @@ def run_ggufs(whole: Path, count: int, seed: int) -> int:
     """The number of findings."""
     counted: Counter[str] = Counter()
     with tempfile.TemporaryDirectory() as temporary:
-        os.environ["XDG_CACHE_HOME"] = temporary
+        directory._cache = lambda: Path(temporary)
         for number in range(count):
             file = Path(shutil.copy(whole, Path(temporary) / f"{number}.gguf"))
             done = mutate_gguf(file, Random(f"{seed} {number}"))

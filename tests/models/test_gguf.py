@@ -17,10 +17,14 @@ from safetensors.torch import load_file
 
 from raylm.checkpoint import resolve
 from raylm.errors import ConfigError
+from raylm.gguf import directory
 from raylm.models import load_model
 from raylm.models.checkpoint_check import check_checkpoint
 from raylm.models.gguf_weights import KINDS, GgufWeights
+from raylm.models.linear import Linear
 from raylm.models.llama import LlamaForCausalLM
+from raylm.models.quantization.gguf_blocks import _READERS, GgufBlocks
+from raylm.native import Int4Weight, Int8Weight
 from tests.checkpoints import make_checkpoint
 from tests.gguf_files import make_gguf
 from tests.models.test_decoder import attend
@@ -38,7 +42,7 @@ BIASES = {
 
 @pytest.fixture(autouse=True)
 def _cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
+    monkeypatch.setattr(directory, "_cache", lambda: tmp_path / "cache")
 
 
 def loaded(path: Path, **knobs: Any) -> torch.nn.Module:
@@ -52,7 +56,7 @@ def test_each_family_has_the_weights_of_its_checkpoint(tmp_path: Path, family: s
     checkpoint = resolve(str(make_gguf(source, tmp_path / "model.gguf")))
     check_checkpoint(checkpoint)
     weights, wanted = GgufWeights(checkpoint), load_file(source / "model.safetensors")
-    assert weights.tensors.keys() == wanted.keys()
+    assert weights.tensors.keys() == wanted.keys() | {"lm_head.weight"}
     for name, values in wanted.items():
         assert torch.equal(weights.read(name, torch.float32), values), name
     config = json.loads((source / "config.json").read_text())
@@ -61,7 +65,8 @@ def test_each_family_has_the_weights_of_its_checkpoint(tmp_path: Path, family: s
     load_model(checkpoint, torch.float32, CPU)
 
 
-def test_gemma3_has_the_weights_of_its_checkpoint(tmp_path: Path) -> None:
+def gemma3(folder: Path) -> tuple[Path, Any]:
+    """A checkpoint of Gemma 3, and its configuration."""
     sizes = {
         "vocab_size": 320, "hidden_size": 64, "intermediate_size": 96, "num_hidden_layers": 7, "num_attention_heads": 4,
         "num_key_value_heads": 2, "head_dim": 16, "query_pre_attn_scalar": 16, "sliding_window": 8,
@@ -73,18 +78,23 @@ def test_gemma3_has_the_weights_of_its_checkpoint(tmp_path: Path) -> None:
         for name, parameter in model.named_parameters():
             if name.endswith("norm.weight"):
                 parameter.copy_(torch.randint(-50, 50, parameter.shape) / 128)  # one more is exact
-    source = tmp_path / "source"
+    source = folder / "source"
     model.save_pretrained(source)
-    make_checkpoint(tmp_path / "other")
+    make_checkpoint(folder / "other")
     for file in ("tokenizer.json", "tokenizer_config.json"):
-        (source / file).write_text((tmp_path / "other" / file).read_text())
+        (source / file).write_text((folder / "other" / file).read_text())
+    return source, model.config
+
+
+def test_gemma3_has_the_weights_of_its_checkpoint(tmp_path: Path) -> None:
+    source, config = gemma3(tmp_path)
     checkpoint = resolve(str(make_gguf(source, tmp_path / "model.gguf")))
     weights, wanted = GgufWeights(checkpoint), load_file(source / "model.safetensors")
     for name, values in wanted.items():
         assert torch.equal(weights.read(name, torch.float32), values), name
     again = transformers.AutoConfig.from_pretrained(checkpoint.path)
     for name in ("layer_types", "rope_parameters", "sliding_window", "query_pre_attn_scalar", "hidden_activation"):
-        assert getattr(again, name) == getattr(model.config, name), name
+        assert getattr(again, name) == getattr(config, name), name
     load_model(checkpoint, torch.float32, CPU)
 
 
@@ -117,6 +127,89 @@ def test_each_kind_is_dequantized_as_by_the_package(tmp_path: Path, kind: str) -
     assert weights.tensors[name].kind == kind
     assert torch.equal(weights.read(name, torch.float32), torch.from_numpy(wanted))
     assert torch.equal(weights.read(name, torch.bfloat16), torch.from_numpy(wanted).bfloat16())
+
+
+@pytest.mark.parametrize("kind", sorted(_READERS))
+def test_what_stays_quantized_has_the_values_of_its_blocks(kind: str) -> None:
+    rows, inputs = 48, 512
+    if kind in WRITTEN:
+        values = np.random.default_rng(1).normal(size=(rows, inputs)).astype(np.float32)
+        stored = quantize(values, GGMLQuantizationType[kind])
+    else:
+        stored = blocks(kind, rows, inputs)
+    layer = Linear(inputs, {"part": rows}, bias=False)
+    layer.store(GgufBlocks({"part": kind}), {"part": {"weight": torch.from_numpy(stored)}})
+    weight = layer.format.weight(layer)
+    assert isinstance(weight, (Int4Weight, Int8Weight))
+    assert torch.equal(plain(weight), torch.from_numpy(dequantize(stored, GGMLQuantizationType[kind])))
+
+
+def plain(weight: Int4Weight | Int8Weight) -> torch.Tensor:
+    """The float32 values."""
+    size = weight.values.shape[1] // weight.scales.shape[1]
+    scales = weight.scales.repeat_interleave(size, 1)
+    if weight.offsets is not None:
+        return weight.values * scales + weight.offsets.repeat_interleave(size, 1)
+    return (weight.values.float() - (8 if isinstance(weight, Int4Weight) else 0)) * scales
+
+
+@pytest.mark.parametrize(
+    "kinds",
+    [
+        {"q_proj": "Q4_0", "k_proj": "Q4_1", "v_proj": "Q4_0"},
+        {"q_proj": "Q4_0", "k_proj": "Q5_0", "v_proj": "Q8_0"},
+        {"q_proj": "Q4_K", "k_proj": "Q4_K", "v_proj": "Q6_K"},
+        {"q_proj": "Q5_K", "k_proj": "Q5_1", "v_proj": "Q4_1"},
+    ],
+    ids=lambda kinds: "-".join(kinds.values()),
+)
+def test_parts_of_several_types_form_one_layer(kinds: dict[str, str]) -> None:
+    stored, wanted = {}, []
+    for part, kind in kinds.items():
+        values = np.random.default_rng(len(stored)).normal(size=(16, 256)).astype(np.float32)
+        rows = quantize(values, GGMLQuantizationType[kind]) if kind in WRITTEN else blocks(kind, 16, 256)
+        stored[part] = {"weight": torch.from_numpy(rows)}
+        wanted.append(torch.from_numpy(dequantize(rows, GGMLQuantizationType[kind])))
+    layer = Linear(256, dict.fromkeys(kinds, 16), bias=False)
+    layer.store(GgufBlocks(kinds), stored)
+    torch.testing.assert_close(plain(layer.format.weight(layer)), torch.cat(wanted), rtol=1e-6, atol=1e-6)
+
+
+@pytest.mark.parametrize("tied", [False, True], ids=["head", "tied"])
+@pytest.mark.parametrize("family", ["llama", "qwen2", "qwen3"])
+@pytest.mark.parametrize("kind", ["Q4_0", "Q4_1", "Q8_0"])
+def test_a_model_in_blocks_gives_about_the_logits_of_its_floats(
+    tmp_path: Path, kind: str, family: str, tied: bool
+) -> None:
+    """The inputs of its layers are rounded to 8 bits, and nothing else: rounding the weights again would be far off."""
+    source = make_checkpoint(tmp_path / "source", family, tie_word_embeddings=tied)
+    file = make_gguf(source, tmp_path / "model.gguf", kind)
+    kept, floats = loaded(file), loaded(file, quantization="none")
+    assert (kept.quantization, floats.quantization) == (f"GGUF, {kind}", None)
+    tokens, positions = torch.arange(2, 34), torch.arange(32)
+    with torch.inference_mode():
+        got, wanted = (model.logits(model(tokens, positions, attend)) for model in (kept, floats))
+    assert float((got - wanted).norm() / wanted.norm()) < 0.05
+
+
+def test_a_model_of_transformers_keeps_its_blocks(tmp_path: Path) -> None:
+    source = gemma3(tmp_path)[0]
+    file = make_gguf(source, tmp_path / "model.gguf", "Q8_0")
+    kept, floats = loaded(file), loaded(file, quantization="none")
+    assert (kept.quantization, floats.quantization) == ("GGUF, Q8_0", None)
+    tokens, positions = torch.arange(2, 34), torch.arange(32)
+    with torch.inference_mode():
+        got, wanted = (model.logits(model(tokens, positions, attend)) for model in (kept, floats))
+    assert float((got - wanted).norm() / wanted.norm()) < 0.05
+
+
+def test_a_matrix_of_another_width_is_refused(tmp_path: Path) -> None:
+    source, _ = gemma3(tmp_path)
+    stored = quantize(np.zeros((96, 96), np.float32), GGMLQuantizationType.Q8_0)
+    replaced = {"blk.0.ffn_up.weight": (stored, "Q8_0")}
+    file = make_gguf(source, tmp_path / "model.gguf", "Q8_0", replaced=replaced)
+    with pytest.raises(ConfigError, match=r"up_proj.weight has the shape \(96, 96\), config.json requires \(96, 64\)"):
+        loaded(file)
 
 
 def test_llama_3s_frequencies_come_from_their_tensor(tmp_path: Path) -> None:
@@ -172,7 +265,7 @@ def test_logits_are_those_of_transformers_on_the_same_file(tmp_path: Path, kind:
     file = make_gguf(source, tmp_path / "model.gguf", kind)
     theirs = transformers.AutoModelForCausalLM.from_pretrained(tmp_path, gguf_file=file.name, dtype=torch.float32)
     theirs = theirs.eval()
-    model = loaded(file)
+    model = loaded(file, quantization="none")
     tokens = torch.arange(2, 34)
     with torch.inference_mode():
         wanted = theirs(tokens[None]).logits[0]
