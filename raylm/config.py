@@ -241,16 +241,16 @@ class Config(Frozen):
     """A served model. ``serve run`` passes the ``args`` of an application here."""
 
     model: str = Field("embedded", min_length=1)
-    """'embedded', a checkpoint directory, or a Hugging Face hub id."""
+    """'embedded', 'smollm2', a checkpoint directory, a GGUF file, or a Hugging Face hub id."""
     served_model_name: str | None = None
     """Name that clients use in `model`; by default the value of `model`."""
     revision: str | None = None
     """Hub revision (branch, tag or commit)."""
     dtype: Literal["auto", "float32", "bfloat16", "float16"] = "auto"
     """Data type of the weights and, unless `cache.dtype` is set, of the KV cache; auto: that of the checkpoint."""
-    quantization: Literal["int8", "int4"] | None = None
+    quantization: Literal["int8", "int4", "none"] | None = None
     """Quantize the weights of linear layers to 8 or 4 bits, and their inputs to 8 bits; only on CPUs.
-    Quantized checkpoints are served as they are and do not need it."""
+    Quantized checkpoints are served as they are and do not need it; none makes the weights of a GGUF file floats."""
     device: Literal["auto", "cpu", "cuda"] = "auto"
     """auto uses a GPU if the node has one."""
     max_model_len: int | None = Field(None, ge=1)

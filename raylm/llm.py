@@ -39,7 +39,7 @@ class LLM:
     """Runs a model in this process, for scripts and notebooks.
 
     Args:
-        model: 'embedded', a checkpoint directory, or a hub id.
+        model: 'embedded', 'smollm2', a checkpoint directory, a GGUF file, or a hub id.
         config: knobs by the last part of their names (``max_num_seqs=4``), or by the sections of ``Config``
             (``scheduler={"max_num_seqs": 4}``). ``engine.executor`` is always ``local``.
 

@@ -18,7 +18,7 @@ ROOT = Path(__file__).parent.parent / "raylm"
 ROOMS = ["native", "models", "worker", "engine", "frontend", "ingress"]  # from the ground up; app and cli lie above
 FLOOR = {
     "config", "params", "messages", "errors", "metrics", "checkpoint", "step_cost", "grammar", "lazy", "stages",
-    "logprob_columns", "round_robin", "fork_server", "grammar_server", "template_server", "finite_schema",
+    "logprob_columns", "round_robin", "fork_server", "grammar_server", "template_server", "finite_schema", "gguf",
 }  # fmt: skip
 PURE_CORE = {f"engine/{name}.py" for name in (
     "engine_core", "scheduler", "queues/base", "queues/fair", "sequence", "kv_cache_manager", "block_pool", "outbox",
@@ -29,6 +29,7 @@ ONLY_IN = {  # package -> prefixes of the files that may import it
     "xformers": ("worker/gpu/",),
     "triton": ("models/gpu/", "worker/gpu/"),
     "safetensors": ("models/",),
+    "gguf": ("gguf/", "models/gguf_weights.py"),
     "starlette": ("ingress/",),
     "ray": ("app.py", "handles.py", "ray_private.py", "cli/", "engine/", "frontend/", "ingress/"),
 }
@@ -72,6 +73,7 @@ BESIDE_THE_CORE = {
         "engine/tensor_parallel_executor.py", "worker/distributed/", "models/tensor_parallel.py", "models/ranks.py",
     ),
     "quantization": ("models/quantization/",),
+    "GGUF files": ("gguf/", "models/gguf_"),
     "transformers backend": ("models/transformers_backend/",),
 }  # fmt: skip
 

@@ -1,6 +1,7 @@
 """Perplexity of a checkpoint on 20,000 tokens of real text, plain and quantized, by the prompt log-probabilities.
 
     python -m benchmarks.model.perplexity --model DIR [--text FILE] [--quantization none int8 int4] [--length 2048]
+    python -m benchmarks.model.perplexity --model smollm2 --quantization none kept    # a GGUF file's own blocks
 
 By default the text is Python's licence and modules of its standard library, in a fixed order. Python's versions differ,
 so the case of each row has the first digits of the SHA-256 of the token ids: only rows of the same text are comparable.
@@ -73,7 +74,7 @@ def main() -> None:
     report, plain = Report("perplexity", UNITS, args.out), None
     for name in args.quantization:
         started = time.perf_counter()
-        loss, count, size = cross_entropy(checkpoint, ids, length, None if name == "none" else name)
+        loss, count, size = cross_entropy(checkpoint, ids, length, None if name == "kept" else name)
         figures = {"weights": size / 2**20, "perplexity": math.exp(loss), "tokens": count}
         if name == "none":
             plain = loss

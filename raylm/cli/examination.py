@@ -254,8 +254,7 @@ def check_model(subject: Subject) -> Iterator[Finding]:
             yield _to_be_downloaded(config)
             continue
         check_checkpoint(checkpoint)
-        files = sum(file.stat().st_size for file in checkpoint.path.glob("*.safetensors"))
-        yield Finding("model", "ok", f"{checkpoint.path}, {files / GIB:.2f} GiB")
+        yield Finding("model", "ok", f"{checkpoint}, {checkpoint.weight_bytes / GIB:.2f} GiB")
         yield from _pool(subject, config, checkpoint)
 
 

@@ -13,9 +13,11 @@ from typing import Any
 
 import yaml
 
+from raylm.checkpoint import PACKAGED
 from raylm.cli.serve_file import APPLICATION, BUILDER, SERVE_OPTIONS, ServedFile, check_tree, load_tree, our_places
 from raylm.config import Config, knob_named, knobs
 from raylm.errors import ConfigError
+from raylm.gguf import is_gguf
 
 API_KEY_VARIABLE = "RAYLM_API_KEY"
 _FILES = {".yaml", ".yml"}
@@ -142,12 +144,12 @@ def _from_model(model: str, options: dict[str, Any], place: Place) -> ServedFile
     if "model" in options:
         raise ConfigError(f"--model: the model is {model!r} already.")
     path = Path(model).expanduser()
-    if path.is_file():
+    if path.is_file() and not is_gguf(path):
         raise ConfigError(
-            f"{model}: it is a file; a model is a directory with a checkpoint, a hub id or 'embedded', and a Serve "
-            "file ends in .yaml or .yml."
+            f"{model}: it is a file; a model is a GGUF file, a directory with a checkpoint, a hub id or 'embedded', "
+            "and a Serve file ends in .yaml or .yml."
         )
-    if path.is_dir() and model != "embedded":
+    if path.exists() and model not in ("embedded", *PACKAGED):
         # Actors have other working directories, so the path becomes absolute. Clients use the given name, as in vLLM.
         options = {"model": os.path.abspath(path), "served_model_name": model} | options
     else:

@@ -19,10 +19,10 @@ def architecture_of(checkpoint: Checkpoint) -> str:
     """The architecture that a checkpoint names. Raises ConfigError if it is not supported."""
     named = checkpoint.config.get("architectures") or []
     if not isinstance(named, list) or not all(isinstance(name, str) for name in named):
-        raise ConfigError(f"config.json of {checkpoint.path}: architectures is {shown(named)}; it must list names.")
+        raise ConfigError(f"config.json of {checkpoint}: architectures is {shown(named)}; it must list names.")
     if len(named) != 1 or named[0] not in ARCHITECTURES:
         raise ConfigError(
-            f"model: the architecture {', '.join(named)[:200] or '(none named)'} of {checkpoint.path} is not "
+            f"model: the architecture {', '.join(named)[:200] or '(none named)'} of {checkpoint} is not "
             f"supported; supported: {', '.join(sorted(ARCHITECTURES))}."
         )
     architecture: str = named[0]

@@ -14,6 +14,7 @@ from raylm.checkpoint import Checkpoint, read_object
 from raylm.errors import ConfigError
 from raylm.models.architectures import architecture_of
 from raylm.models.config_fields import OUR_DEFAULTS, Fields
+from raylm.models.gguf_names import named_tensors
 
 Shape = tuple[int, ...]
 # Suffixes of names that a checkpoint may have in addition to weights. An fp8 KV cache reads the scales.
@@ -32,10 +33,16 @@ def check_weights(checkpoint: Checkpoint) -> None:
     """As ``check_checkpoint``, without the tokenizer."""
     architecture = architecture_of(checkpoint)
     _ = checkpoint.eos_token_ids, checkpoint.max_position_embeddings, checkpoint.hidden_size  # each is checked
-    files = weight_files(checkpoint.path)
-    stored = {name: shape for file in files for name, shape in stored_shapes(file).items()}
+    stored = shapes_of(checkpoint)
     if architecture in OUR_DEFAULTS and "quantization_config" not in checkpoint.config:
         _compare(checkpoint, stored, Fields.of(architecture, checkpoint), architecture)
+
+
+def shapes_of(checkpoint: Checkpoint) -> dict[str, Shape]:
+    """The shape of each stored weight, by its name in a Hugging Face checkpoint. Raises ConfigError."""
+    if checkpoint.gguf is not None:
+        return {name: tensor.shape for name, tensor in named_tensors(checkpoint).items()}
+    return {name: shape for file in weight_files(checkpoint.path) for name, shape in stored_shapes(file).items()}
 
 
 def weight_files(path: Path) -> list[Path]:
@@ -83,7 +90,7 @@ def refuse_names(checkpoint: Checkpoint, missing: Iterable[str], unexpected: Ite
     ):
         if names:
             rest = f" and {len(names) - _NAMES_SHOWN} more" if len(names) > _NAMES_SHOWN else ""
-            raise ConfigError(f"model: {checkpoint.path} {what}: {', '.join(names[:_NAMES_SHOWN])}{rest}.")
+            raise ConfigError(f"model: {checkpoint} {what}: {', '.join(names[:_NAMES_SHOWN])}{rest}.")
 
 
 def wrong_shape(name: str, found: Collection[int], wanted: Collection[int]) -> ConfigError:

@@ -64,4 +64,4 @@ class Fields:
 
     def error(self, name: str, value: object, wanted: str) -> ConfigError:
         found = "is missing; it" if name not in self._values else f"is {shown(value)}; it"
-        return ConfigError(f"config.json of {self.checkpoint.path}: {name} {found} must be {wanted}.")
+        return ConfigError(f"config.json of {self.checkpoint}: {name} {found} must be {wanted}.")

@@ -8,6 +8,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial
+from typing import Any
 
 import torch
 import torch.nn.functional as F
@@ -28,6 +29,7 @@ _ACTIVATIONS: dict[str, Activation] = {
 }
 _LARGEST_THETA = 1e30  # far above values of real models; its powers are finite in float32
 _ROPE_TYPES = ("default", "linear", "dynamic", "llama3", "yarn")
+_FACTORS = "factors"  # of a GGUF file: the frequencies are divided by the list ``factors``
 
 
 @dataclass(frozen=True, eq=False)
@@ -132,7 +134,7 @@ def _rope(fields: Fields, head_dim: int) -> Rope:
     kind = parameters.get("rope_type", parameters.get("type", "default"))
     if (
         not isinstance(kind, str)
-        or kind not in _ROPE_TYPES
+        or kind not in (*_ROPE_TYPES, _FACTORS)
         or any(isinstance(value, dict) for value in parameters.values())
     ):
         raise ConfigError(
@@ -141,13 +143,24 @@ def _rope(fields: Fields, head_dim: int) -> Rope:
     if parameters.get("partial_rotary_factor", fields.get("partial_rotary_factor")) not in (None, 1):
         raise ConfigError("config.json: a partial_rotary_factor other than 1 is not supported.")
     with torch.device("cpu"):  # even if the model is built on the meta device
-        if kind != "default":
+        if kind not in ("default", _FACTORS):
             return _scaled_rope(kind, fields.checkpoint)
         theta = parameters.get("rope_theta") or fields.get("rope_theta") or 10000.0
         if isinstance(theta, bool) or not isinstance(theta, (int, float)) or not 0 < theta <= _LARGEST_THETA:
             raise fields.error("rope_theta", theta, f"a positive number up to {_LARGEST_THETA:g}")
         exponents = torch.arange(0, head_dim, 2, dtype=torch.float32) / head_dim
-        return Rope(1.0 / (theta**exponents), 1.0)
+        return Rope(1.0 / (theta**exponents) / _factors(parameters, head_dim), 1.0)
+
+
+def _factors(parameters: dict[str, Any], head_dim: int) -> Tensor:
+    """What frequencies are divided by, (head_dim / 2,) or one for all."""
+    if parameters.get("rope_type") != _FACTORS:
+        return torch.ones(1)
+    factors = parameters.get("factors")
+    numbers = isinstance(factors, list) and all(isinstance(one, float) and 0 < one <= _LARGEST_THETA for one in factors)
+    if not isinstance(factors, list) or not numbers or len(factors) != head_dim // 2:
+        raise ConfigError(f"config.json: the factors of the rotary embedding must be {head_dim // 2} positive numbers.")
+    return torch.tensor(factors)
 
 
 def _scaled_rope(kind: str, checkpoint: Checkpoint) -> Rope:
@@ -158,6 +171,6 @@ def _scaled_rope(kind: str, checkpoint: Checkpoint) -> Rope:
         hf_config = AutoConfig.from_pretrained(checkpoint.path, local_files_only=True, trust_remote_code=False)
         inv_freq, scaling = ROPE_INIT_FUNCTIONS[kind](hf_config, torch.device("cpu"))
     except Exception as error:  # transformers raises many kinds
-        where = f"config.json of {checkpoint.path}"
+        where = f"config.json of {checkpoint}"
         raise ConfigError(f"{where}: the rotary embedding {kind!r} is incomplete: {error!r}") from error
     return Rope(inv_freq.float(), float(scaling))

@@ -27,7 +27,7 @@ def with_kv_scales(specs: Sequence[AttentionSpec], checkpoint: Checkpoint) -> li
     for name, layer, which, scale in _stored(checkpoint):
         if scale.numel() != 1 or not bool((scale > 0) & scale.isfinite() & scale.reciprocal().isfinite()):
             raise ConfigError(
-                f"model: {name} of {checkpoint.path} is {scale.flatten()[:4].tolist()}; a scale of the KV cache must "
+                f"model: {name} of {checkpoint} is {scale.flatten()[:4].tolist()}; a scale of the KV cache must "
                 "be one positive number for each layer. With cache.dtype: auto it is not needed."
             )
         found[layer, which] = scale.item()
@@ -39,7 +39,7 @@ def with_kv_scales(specs: Sequence[AttentionSpec], checkpoint: Checkpoint) -> li
 
 def _stored(checkpoint: Checkpoint) -> Iterator[tuple[str, int, str, Tensor]]:
     """Yields (name, layer, "k" or "v", scale)."""
-    for file in weight_files(checkpoint.path):
+    for file in [] if checkpoint.gguf is not None else weight_files(checkpoint.path):
         with safe_open(file, framework="pt") as weights:
             for name in weights.keys():  # noqa: SIM118 (a safetensors handle is not a mapping)
                 if (match := _NAME.fullmatch(name)) is not None:

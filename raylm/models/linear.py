@@ -88,8 +88,11 @@ class Linear(Weighted):
 
     def expect(self, form: WeightFormat) -> None:
         """Prepare for weights of this format. Raises ValueError if it does not support the shape."""
-        self.format = form
-        self.stored = {part: form.tensors(rows, self.in_features) for part, rows in self.parts.items()}
+        self.store(form, {part: form.tensors(rows, self.in_features) for part, rows in self.parts.items()})
+
+    def store(self, form: WeightFormat, stored: dict[str, dict[str, Tensor]]) -> None:
+        """Prepare for weights of this format, which are loaded into ``stored``, by part and name."""
+        self.format, self.stored = form, stored
         if any(self.stored.values()):
             self.weight = None
 

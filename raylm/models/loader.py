@@ -1,10 +1,9 @@
-"""Loads a checkpoint's safetensors into a model, one tensor at a time, without copies."""
+"""Loads a checkpoint's weights into a model, one tensor at a time: safetensors without copies, or GGUF files."""
 
 from __future__ import annotations
 
 import sys
-from collections.abc import Iterator, Mapping, Set
-from pathlib import Path
+from collections.abc import Iterator, Mapping
 from typing import Any
 
 import torch
@@ -15,7 +14,7 @@ from tqdm import tqdm
 from raylm.checkpoint import Checkpoint, shown
 from raylm.errors import ConfigError
 from raylm.models.causal_lm import CausalLM, Shard
-from raylm.models.checkpoint_check import check_weights, refuse_names, stored_shapes, weight_files, wrong_shape
+from raylm.models.checkpoint_check import check_weights, refuse_names, shapes_of, weight_files, wrong_shape
 from raylm.models.linear import HEAD, PLAIN, Linear, Quantization, linear_layers, select_kernels
 from raylm.models.ranks import SINGLE_RANK, Ranks
 from raylm.models.registry import QUANTIZATION, model_class
@@ -74,7 +73,7 @@ def _outline(
         with torch.device("meta"):
             model = cls.from_checkpoint(checkpoint, ranks)
     except (MemoryError, OverflowError, RuntimeError) as error:
-        sizes = f"the sizes in config.json of {checkpoint.path} are too large together"
+        sizes = f"the sizes in config.json of {checkpoint} are too large together"
         raise ConfigError(f"model: {sizes}: {str(error).splitlines()[0]}") from error
     model.quantization = chosen.description
     return model, chosen
@@ -82,19 +81,23 @@ def _outline(
 
 def _select_quantization(checkpoint: Checkpoint, asked: str | None, device: torch.device, ranks: Ranks) -> Quantization:
     stored = checkpoint.config.get("quantization_config")
-    if asked is None and stored is None:
+    if stored is None and (asked == "none" or (asked is None and checkpoint.gguf is None)):
         return Quantization()
     if not QUANTIZATION:
-        what = f"quantization: {asked} is" if asked else f"model: the quantized weights of {checkpoint.path} are"
+        if asked is None and stored is None:
+            return Quantization()
+        what = f"quantization: {asked} is" if asked else f"model: the quantized weights of {checkpoint} are"
         raise ConfigError(f"{what} not supported: raylm.models.quantization is not installed.")
     return QUANTIZATION["select"](checkpoint, asked, device, ranks)
 
 
 def _loaded(model: CausalLM, prefix: str, layer: Linear) -> int:
     """Bytes of the loaded weights of ``layer``; 0 if they are a copy of other weights."""
+    if {f"{prefix}{part}.weight" for part in layer.parts} <= model.redundant:
+        return 0
     if layer.weight is None:
         return sum(tensor.nbytes for stored in layer.stored.values() for tensor in stored.values())
-    return 0 if {f"{prefix}{part}.weight" for part in layer.parts} <= model.redundant else layer.weight.nbytes
+    return layer.weight.nbytes
 
 
 def resolve_dtype(checkpoint: Checkpoint, asked: str, device: torch.device) -> torch.dtype:
@@ -105,7 +108,7 @@ def resolve_dtype(checkpoint: Checkpoint, asked: str, device: torch.device) -> t
     declared = checkpoint.config.get("dtype") or checkpoint.config.get("torch_dtype") or "float32"
     name = shown(declared if asked == "auto" else asked).strip("'").removeprefix("torch.")
     if name not in _DTYPES:
-        raise ConfigError(f"model: the dtype {name!r} of {checkpoint.path} is not supported; set dtype.")
+        raise ConfigError(f"model: the dtype {name!r} of {checkpoint} is not supported; set dtype.")
     if name == "float16" and device.type == "cpu":
         if asked != "auto":
             raise ConfigError("dtype: float16 is not served on a CPU; use bfloat16, float32 or auto.")
@@ -114,16 +117,24 @@ def resolve_dtype(checkpoint: Checkpoint, asked: str, device: torch.device) -> t
 
 
 def _load(checkpoint: Checkpoint, model: CausalLM) -> None:
-    files = weight_files(checkpoint.path)
-    found = frozenset(name for file in files for name in stored_shapes(file))
+    found = frozenset(shapes_of(checkpoint))
     places = model.places(found)
     unexpected = {name for name in found - places.keys() if not model.ignores(name)}
     refuse_names(checkpoint, places.keys() - found, unexpected)
+    places |= _blocks_of_head(model)
     wanted = found & places.keys()
     with tqdm(total=len(wanted), desc="Loading weights", unit="tensor", delay=1.0, file=sys.stderr) as bar:
-        for name, tensor in _tensors(files, wanted, model.shards):
+        tensors = _tensors if checkpoint.gguf is None else _gguf_tensors
+        for name, tensor in tensors(checkpoint, {name: places[name] for name in wanted}, model.shards):
             _copy(name, tensor, places[name])
             bar.update()
+
+
+def _blocks_of_head(model: CausalLM) -> dict[str, Tensor]:
+    """Memory for the head's quantized weights, if its floats would be those of the embedding."""
+    heads = (layer for _, layer in linear_layers(model) if HEAD in layer.parts)
+    stored = next((layer.stored.get(HEAD, {}) for layer in heads), {})
+    return {f"{HEAD}.{name}": tensor for name, tensor in stored.items() if f"{HEAD}.{name}" in model.redundant}
 
 
 def _copy(name: str, tensor: Tensor, target: Tensor) -> None:
@@ -137,22 +148,48 @@ def _copy(name: str, tensor: Tensor, target: Tensor) -> None:
     target.copy_(tensor)
 
 
-def _tensors(files: list[Path], wanted: Set[str], shards: Mapping[str, Shard]) -> Iterator[tuple[str, Tensor]]:
-    """The ``wanted`` tensors one by one, in the order of the files. Of tensors in ``shards`` only their part."""
-    for file in files:
+def _tensors(
+    checkpoint: Checkpoint, places: Mapping[str, Tensor], shards: Mapping[str, Shard]
+) -> Iterator[tuple[str, Tensor]]:
+    """The tensors for ``places`` one by one, in the order of the files. Of tensors in ``shards`` only their part."""
+    for file in weight_files(checkpoint.path):
         with safe_open(file, framework="pt") as weights:
             for name in weights.keys():  # noqa: SIM118 (a safetensors handle is no mapping)
-                if name in wanted:
+                if name in places:
                     shard = shards.get(name)
                     yield name, weights.get_tensor(name) if shard is None else _read_shard(weights, name, shard)
+
+
+def _gguf_tensors(
+    checkpoint: Checkpoint, places: Mapping[str, Tensor], shards: Mapping[str, Shard]
+) -> Iterator[tuple[str, Tensor]]:
+    """As ``_tensors``, from GGUF files."""
+    from raylm.models.gguf_weights import GgufWeights
+
+    weights = GgufWeights(checkpoint)
+    for name in weights.tensors:
+        if name in places:
+            if places[name].dtype == torch.uint8:
+                yield name, weights.blocks(name)
+                continue
+            shard, tensor = shards.get(name), weights.read(name, places[name].dtype)
+            yield name, tensor if shard is None else _part(tensor, name, shard)
+
+
+def _part(tensor: Tensor, name: str, shard: Shard) -> Tensor:
+    _check_shard(tuple(tensor.shape), name, shard)
+    return tensor.narrow(shard.dim, shard.part.start, len(shard.part))
 
 
 def _read_shard(weights: Any, name: str, shard: Shard) -> Tensor:
     """Read one rank's part of a tensor from an open safetensors file, and nothing else."""
     stored, entries = weights.get_slice(name), slice(shard.part.start, shard.part.stop)
-    shape = tuple(stored.get_shape())
+    _check_shard(tuple(stored.get_shape()), name, shard)
+    found: Tensor = stored[entries] if shard.dim == 0 else stored[:, entries]
+    return found
+
+
+def _check_shard(shape: tuple[int, ...], name: str, shard: Shard) -> None:
     if len(shape) <= shard.dim or shape[shard.dim] != shard.count:
         wanted = f"{shard.count} along the {('first', 'second')[shard.dim]} dimension"
         raise ConfigError(f"model: the weight {name} has the shape {shape}, config.json requires {wanted}.")
-    found: Tensor = stored[entries] if shard.dim == 0 else stored[:, entries]
-    return found

@@ -12,6 +12,7 @@ from raylm.native.build import NativeError
 
 FLOAT32, BFLOAT16, INT8, INT4 = 0, 1, 2, 3
 LANES = 16
+MIDDLE, SHARED, OFFSETS = 0, 1, 2  # Zeros of grouped.h
 
 
 def _fields(kind: Any, *names: str) -> Iterator[tuple[str, Any]]:

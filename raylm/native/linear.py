@@ -19,16 +19,17 @@ KINDS = {torch.float32: lib.FLOAT32, torch.bfloat16: lib.BFLOAT16}
 class Int8Weight:
     """``weight[o, i] = values[o, i] * scales[o]``: values (out, in) int8, scales (out,) float32.
 
-    With scales (out, groups), each group of inputs has a scale, as in ``Int4Weight``. The kernels also round the inputs
-    to 8 bits, symmetric, with one scale for each row, or one for each group of a row.
+    With scales (out, groups), each group of inputs has a scale, as in ``Int4Weight``, and it may have ``offsets``. The
+    kernels also round the inputs to 8 bits, symmetric, with one scale for each row, or one for each group of a row.
     """
 
     values: Tensor
     scales: Tensor
+    offsets: Tensor | None = None
 
     @property
     def nbytes(self) -> int:
-        return self.values.nbytes + self.scales.nbytes
+        return self.values.nbytes + self.scales.nbytes + _nbytes(self.offsets)
 
 
 @dataclass(frozen=True, slots=True)
@@ -39,6 +40,9 @@ class Int4Weight:
     zeros are 8. Groups are consecutive inputs, all of one size, a multiple of 8. Beside zeros the kernels keep 12
     significant bits of a scale, all that float16 and bfloat16 have, and 8 bits of a zero behind the point.
 
+    With ``offsets`` (out, groups) float32, ``weight[o, i] = values[o, i] * scales[o, g] + offsets[o, g]``. Scales and
+    offsets keep all their bits.
+
     The kernels also round the inputs to 8 bits, symmetric, with one scale for each group of a row. A group of more than
     128 inputs is divided.
     """
@@ -46,11 +50,16 @@ class Int4Weight:
     values: Tensor
     scales: Tensor
     zeros: Tensor | None = None
+    offsets: Tensor | None = None
 
     @property
     def nbytes(self) -> int:
         """The bytes that a step reads: one for each two values."""
-        return self.values.numel() // 2 + self.scales.nbytes
+        return self.values.numel() // 2 + self.scales.nbytes + _nbytes(self.offsets)
+
+
+def _nbytes(offsets: Tensor | None) -> int:
+    return 0 if offsets is None else offsets.nbytes
 
 
 Weight = Tensor | Int8Weight | Int4Weight
@@ -138,30 +147,42 @@ class NativeLinear:
             raise ValueError(f"{inputs} inputs are no {groups} groups of a multiple of 8")
         self._pack(weight.values.view(torch.uint8) ^ 128, lib.INT8, per_unit=4)
         self.struct.group = inputs // groups
-        self.struct.scales = self._keep(self._by_stream(weight.scales))
+        self._keep_scales(weight.scales, weight.offsets)
 
     def _pack_int4(self, weight: Int4Weight) -> None:
         inputs, groups = weight.values.shape[1], weight.scales.shape[1]
         if inputs % (8 * groups):
             raise ValueError(f"{inputs} inputs are no {groups} groups of a multiple of 8")
         self._pack(_nibbles(weight.values), lib.INT4, per_unit=8)
+        if weight.offsets is not None:
+            self.struct.group = inputs // groups
+            self._keep_scales(weight.scales, weight.offsets)
+            return
         parts = 1  # inputs are rounded in the same groups; in a large group many inputs would share one scale
         while (part := inputs // groups // parts) > _MOST_GROUP and part % 16 == 0:
             parts *= 2
         self.struct.group = part
         scales = weight.scales if weight.zeros is None else _with_zeros(weight.scales, weight.zeros)
-        self.struct.scales = self._keep(self._by_stream(scales.repeat_interleave(parts, 1)))
-        self.struct.zeros = weight.zeros is not None
+        self._keep_scales(scales.repeat_interleave(parts, 1))
+        self.struct.zeros = lib.MIDDLE if weight.zeros is None else lib.SHARED
 
-    def _by_stream(self, values: Tensor) -> Tensor:
-        """(out, groups) float32 -> (out / 16, groups, 16): in the order of the weight's streams, bit for bit."""
-        padded = _padded(values.float(), self.struct.columns).view(-1, lib.LANES, values.shape[1]).transpose(1, 2)
-        kept = self._native.arena.empty(tuple(padded.shape), torch.int32)
-        return kept.copy_(padded.contiguous().view(torch.int32))
+    def _keep_scales(self, scales: Tensor, offsets: Tensor | None = None) -> None:
+        """Keep (out, groups) float32 in the order of the weight's streams. Offsets follow the scales of their group."""
+        words = [_by_stream(values, self.struct.columns) for values in (scales, offsets) if values is not None]
+        kept = self._native.arena.empty((*words[0].shape[:2], len(words), lib.LANES), torch.int32)
+        self.struct.scales = self._keep(torch.stack(words, 2, out=kept))
+        if offsets is not None:
+            self.struct.zeros = lib.OFFSETS
 
     def _keep(self, tensor: Tensor) -> int:
         self._kept.append(tensor)
         return tensor.data_ptr()
+
+
+def _by_stream(values: Tensor, columns: int) -> Tensor:
+    """(out, groups) float32 -> (columns / 16, groups, 16) words of 32 bits, bit for bit."""
+    padded = _padded(values.float(), columns).view(-1, lib.LANES, values.shape[1]).transpose(1, 2)
+    return padded.contiguous().view(torch.int32)
 
 
 def _nibbles(values: Tensor) -> Tensor:

@@ -26,17 +26,18 @@ def fingerprint(checkpoint: Checkpoint, model: str, *, batch_invariant: bool) ->
     for name in ("config.json", "quantization_config.json"):
         if (file := checkpoint.path / name).exists():
             digest.update(file.read_bytes())
-    for file in sorted(checkpoint.path.glob("*.safetensors")):
+    for file in checkpoint.weight_files:
         digest.update(f"{file.name} {file.stat().st_size}".encode())
         _sample(file, digest)
     return f"fp_{digest.hexdigest()[:16]}{'' if batch_invariant else VARYING}"
 
 
 def _sample(file: Path, digest: hashlib._Hash) -> None:
-    """Hash the header of a file and evenly spaced pieces: reading all of a large model would take minutes."""
+    """Hash evenly spaced pieces of a file, and safetensors' header: reading all of a large model would take minutes."""
     size = file.stat().st_size
     with file.open("rb") as weights:
-        digest.update(weights.read(int.from_bytes(weights.read(8), "little")))
+        if file.suffix == ".safetensors":
+            digest.update(weights.read(int.from_bytes(weights.read(8), "little")))
         for piece in range(_PIECES):
             weights.seek(size * piece // _PIECES)
             digest.update(weights.read(_PIECE_BYTES))

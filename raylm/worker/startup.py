@@ -147,9 +147,8 @@ def _load(config: Config, device: torch.device, ranks: Ranks) -> _Loaded:
     try:
         model, weights_bytes = load_model(checkpoint, dtype, device, config.quantization, ranks)
     except torch.OutOfMemoryError as error:
-        files = sum(file.stat().st_size for file in checkpoint.path.glob("*.safetensors"))
         raise ConfigError(
-            f"model: the weights in {checkpoint.path} take {files / GIB:.1f} GiB, but {device} had only "
+            f"model: the weights in {checkpoint} take {checkpoint.weight_bytes / GIB:.1f} GiB, but {device} had only "
             f"{free / GIB:.1f} GiB free. Use a smaller or a quantized model."
         ) from error
     threads = config.engine.threads or useful_threads(available_threads(config.engine), weights_bytes)

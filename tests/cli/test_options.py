@@ -112,9 +112,9 @@ def test_a_directory_is_found_from_anywhere_and_called_as_it_was_written(monkeyp
 
 
 def test_a_file_that_is_no_serve_file_is_told_from_one(tmp_path: Path) -> None:
-    (tmp_path / "model.gguf").write_text("GGUF")
-    with pytest.raises(ConfigError, match="it is a file; a model is a directory"):
-        served([str(tmp_path / "model.gguf")], Place())
+    (tmp_path / "model.bin").write_text("a model")
+    with pytest.raises(ConfigError, match="it is a file; a model is a GGUF file, a directory"):
+        served([str(tmp_path / "model.bin")], Place())
     with pytest.raises(ConfigError, match="cannot be read"):
         served([str(tmp_path / "no.yaml")], Place())
 

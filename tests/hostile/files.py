@@ -1,8 +1,8 @@
-"""Mutated checkpoints and LoRA adapters, each read by a process of its own that is bounded in memory and time.
+"""Mutated checkpoints, LoRA adapters and GGUF files, each read by a process that is bounded in memory and time.
 
-    python -m tests.hostile.files CHECKPOINT ADAPTER --checkpoints 2000 --adapters 500 [--seed 1]
+    python -m tests.hostile.files CHECKPOINT ADAPTER GGUF --checkpoints 2000 --adapters 500 --ggufs 500 [--seed 1]
 
-Both directories are whole; copies of them are changed at random. What is read must be served, or refused by an error
+They are whole; copies of them are changed at random. What is read must be served, or refused by an error
 that names what is wrong; any other end is a finding, which is printed with its number, and so is an answer from
 weights that lie outside of the directory.
 """
@@ -25,8 +25,9 @@ from pathlib import Path
 from random import Random
 from typing import Any
 
-from raylm.checkpoint import Checkpoint
+from raylm.checkpoint import resolve
 from raylm.errors import ConfigError, InvalidRequestError
+from raylm.gguf import directory
 
 ROOM = 3 * 2**30  # bytes of address space beyond what the process has when it begins
 LIMIT_S = 60
@@ -69,6 +70,32 @@ def mutate(folder: Path, random: Random) -> str:
     return f"{name}: {how}"
 
 
+def mutate_gguf(file: Path, random: Random) -> str:
+    """Change a GGUF file, mostly in front, where its metadata and its table of tensors lie; what was done, in words."""
+    content = bytearray(file.read_bytes())
+    front = content.index(b"token_embd.weight") + 3000
+    how = random.choice(["bytes", "bytes", "number", "number", "number", "word", "cut"])
+    if how == "cut":
+        file.write_bytes(content[: random.randrange(len(content))])
+        return how
+    for _ in range(random.choice([1, 1, 2, 5])):
+        place = random.randrange(random.choice([40, 800, front, front, len(content) - 8]))
+        if how == "number":
+            size = random.choice([1, 4, 8])
+            value = random.choice([0, 1, 2**31 - 1, 2**32 - 1, 2**40, 2**62, 2**64 - 1, len(content), 12]) % 2 ** (
+                8 * size
+            )
+            content[place : place + size] = value.to_bytes(size, "little")
+        elif how == "word":
+            names = [b"llama", b"general", b"tokenizer", b"blk.0", b"weight", b"BPE", b"split", b"gpt2"]
+            word = random.choice([name for name in names if name in content])
+            content[content.index(word)] ^= 1
+        else:
+            content[place] = random.randrange(256)
+    file.write_bytes(content)
+    return how
+
+
 def _change(data: Any, random: Random) -> str:
     """Give an entry at any depth another value, or take it out."""
     where = ""
@@ -89,10 +116,11 @@ def _change(data: Any, random: Random) -> str:
 
 
 def read_checkpoint(path: Path) -> str:
+    """Serve a directory or a GGUF file."""
     from raylm.llm import LLM
     from raylm.models import check_checkpoint
 
-    check_checkpoint(Checkpoint(path))
+    check_checkpoint(resolve(str(path)))
     with LLM(str(path), device="cpu", num_blocks=64, max_num_seqs=4, max_model_len=128, threads=1) as llm:
         try:
             llm.generate([[2, 3, 4], "Hi there."], max_tokens=4, progress=False)
@@ -139,6 +167,23 @@ def attempt(read: Any, *paths: Path) -> str:
     return said or f"FOUND the process ended with {os.waitstatus_to_exitcode(status)}"
 
 
+def run_ggufs(whole: Path, count: int, seed: int) -> int:
+    """The number of findings."""
+    counted: Counter[str] = Counter()
+    with tempfile.TemporaryDirectory() as temporary:
+        directory._cache = lambda: Path(temporary)
+        for number in range(count):
+            file = Path(shutil.copy(whole, Path(temporary) / f"{number}.gguf"))
+            done = mutate_gguf(file, Random(f"{seed} {number}"))
+            said = attempt(read_checkpoint, file)
+            counted[f"GGUF file {said.partition(' ')[0].strip(',:')}"] += 1
+            if said.startswith("FOUND"):
+                print(f"{number}: {done}\n{said}\n", flush=True)
+            file.unlink()
+    print(dict(sorted(counted.items())), flush=True)
+    return counted["GGUF file FOUND"]
+
+
 def run(checkpoint: Path, adapter: Path, checkpoints: int, adapters: int, seed: int) -> int:
     """The number of findings."""
     counted: Counter[str] = Counter()
@@ -167,8 +212,10 @@ def main() -> int:
     options = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     options.add_argument("checkpoint", type=Path)
     options.add_argument("adapter", type=Path)
+    options.add_argument("gguf", type=Path)
     options.add_argument("--checkpoints", type=int, default=2000)
     options.add_argument("--adapters", type=int, default=500)
+    options.add_argument("--ggufs", type=int, default=500)
     options.add_argument("--seed", type=int, default=1)
     args = options.parse_args()
     import torch
@@ -178,7 +225,8 @@ def main() -> int:
 
     logging.disable(logging.CRITICAL)
     torch.set_num_threads(1)  # a child has none of its parent's threads
-    return int(run(args.checkpoint, args.adapter, args.checkpoints, args.adapters, args.seed) > 0)
+    found = run(args.checkpoint, args.adapter, args.checkpoints, args.adapters, args.seed)
+    return int(found + run_ggufs(args.gguf, args.ggufs, args.seed) > 0)
 
 
 if __name__ == "__main__":

@@ -1,4 +1,4 @@
-"""Files that others made: mutated checkpoints and adapters are served or refused, and none ends its process."""
+"""Files that others made: mutated checkpoints, adapters and GGUF files are served or refused, none ends its process."""
 
 from __future__ import annotations
 
@@ -10,23 +10,30 @@ import pytest
 
 from tests.adapters import make_adapter
 from tests.checkpoints import make_checkpoint
+from tests.gguf_files import make_gguf
 from tests.hostile.files import attempt
 
 
 @pytest.fixture(scope="module")
-def made(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Path]:
+def made(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Path, Path]:
     folder = tmp_path_factory.mktemp("files")
     checkpoint = make_checkpoint(folder / "checkpoint")
-    return checkpoint, make_adapter(checkpoint, folder / "adapter")
+    return (
+        checkpoint,
+        make_adapter(checkpoint, folder / "adapter"),
+        make_gguf(checkpoint, folder / "model.gguf", "Q8_0"),
+    )
 
 
 @pytest.mark.parametrize(
-    ("checkpoints", "adapters"),
-    [(12, 6), pytest.param(2000, 500, marks=pytest.mark.long)],
+    ("checkpoints", "adapters", "ggufs"),
+    [(12, 6, 12), pytest.param(2000, 500, 500, marks=pytest.mark.long)],
     ids=["some", "two_thousand"],
 )
-def test_mutated_files_are_served_or_refused(made: tuple[Path, Path], checkpoints: int, adapters: int) -> None:
-    counts = ["--checkpoints", str(checkpoints), "--adapters", str(adapters)]
+def test_mutated_files_are_served_or_refused(
+    made: tuple[Path, Path, Path], checkpoints: int, adapters: int, ggufs: int
+) -> None:
+    counts = ["--checkpoints", str(checkpoints), "--adapters", str(adapters), "--ggufs", str(ggufs)]
     command = [sys.executable, "-m", "tests.hostile.files", *map(str, made), *counts]
     done = subprocess.run(command, capture_output=True, text=True, check=False)
     assert done.returncode == 0, done.stdout[-6000:] + done.stderr[-2000:]

@@ -126,6 +126,33 @@ def test_int8_by_groups_equals_a_float64_product_of_rounded_groups(
         assert torch.equal(NativeLinear(native, weight, bias)(x[row : row + 1])[0], got[row])
 
 
+@pytest.mark.parametrize("instructions", OFFERED)
+@pytest.mark.parametrize("dtype", list(TOLERANCE))
+@pytest.mark.parametrize("bits", [4, 8])
+@pytest.mark.parametrize(("rows", "group", "groups"), [(1, 32, 3), (2, 16, 4), (7, 8, 5), (30, 32, 2)])
+def test_offsets_are_added_exactly(
+    instructions: str, dtype: torch.dtype, bits: int, rows: int, group: int, groups: int
+) -> None:
+    """Scales and offsets have all bits of a float32."""
+    generator = torch.Generator().manual_seed(rows)
+    values = torch.randint(0, 2**bits, (50, group * groups), generator=generator) - (128 if bits == 8 else 0)
+    scales, offsets = torch.rand((50, groups), generator=generator), torch.randn((50, groups), generator=generator)
+    kind, stored = (Int4Weight, torch.uint8) if bits == 4 else (Int8Weight, torch.int8)
+    weight = kind(values.to(stored), scales, offsets=offsets)
+    exact = values.double() * scales.double().repeat_interleave(group, 1) + offsets.double().repeat_interleave(group, 1)
+    x = torch.randn((rows, group * groups), generator=generator).to(dtype)
+    rounded, doubt = rounded_by_group(x, group)
+    native = kernels(instructions)
+    got = NativeLinear(native, weight, None)(x)
+    most = float((rounded.abs() @ exact.abs().T).max())
+    wrong = float((got.double() - rounded @ exact.T).abs().max())
+    assert wrong < TOLERANCE[dtype] * most + doubt * float(exact.abs().max())
+    for row in range(rows):
+        assert torch.equal(NativeLinear(native, weight, None)(x[row : row + 1])[0], got[row])
+    unit = NativeLinear(native, weight, None)(torch.eye(group * groups))  # inputs that are rounded exactly
+    torch.testing.assert_close(unit.double().T, exact, rtol=3e-7, atol=3e-7 * float(exact.abs().max()))
+
+
 def test_no_rows_give_no_rows() -> None:
     weight = random_int4(20, 32, 2, True, torch.Generator().manual_seed(0))
     assert NativeLinear(kernels(), weight, None)(torch.zeros(0, 64)).shape == (0, 20)

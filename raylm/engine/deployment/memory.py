@@ -20,7 +20,7 @@ def check_memory(config: Config, others: int, available: int) -> None:
             old and new engines.
     """
     checkpoint = resolve(config.model, config.revision)
-    weights = sum(file.stat().st_size for file in checkpoint.path.glob("*.safetensors"))
+    weights = checkpoint.weight_bytes
     pool = int((config.cache.memory_gib or 0) * GIB) * config.engine.tensor_parallel_size
     if weights + pool <= available:
         return

@@ -30,7 +30,7 @@ class Section:
     def __init__(self, checkpoint: Checkpoint, where: str, values: object) -> None:
         self.checkpoint, self.where = checkpoint, where
         if not isinstance(values, dict):
-            raise ConfigError(f"config.json of {checkpoint.path}: {where} is {values!r}; it must be an object.")
+            raise ConfigError(f"config.json of {checkpoint}: {where} is {values!r}; it must be an object.")
         self.values: dict[str, Any] = values
 
     def get(self, name: str, default: Any = None) -> Any:
@@ -63,7 +63,7 @@ class Section:
                 raise self.error(name, self.values[name], "it is not supported")
 
     def error(self, name: str, value: object, supported: str) -> ConfigError:
-        where = f"config.json of {self.checkpoint.path}: {self.where}.{name}"
+        where = f"config.json of {self.checkpoint}: {self.where}.{name}"
         return ConfigError(f"{where} is {value!r}; {supported}.")
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Callable
 from typing import Any
 
@@ -16,8 +17,12 @@ from raylm.models.quantization.config import read_quantization_config
 from raylm.models.quantization.formats import GroupedInt4, RoundedInt4, RoundedInt8
 from raylm.models.quantization.fp8 import Fp8Rows, Fp8Tensors, check_fp8
 from raylm.models.quantization.fp8_blocks import FP8_BLOCK_LINEARS, Fp8Blocks
+from raylm.models.quantization.gguf_blocks import KeptBlocks
 from raylm.models.ranks import Ranks
 from raylm.native import NativeError, kernels
+from raylm.stages import about
+
+logger = logging.getLogger(__name__)
 
 # The description, the format of the layers, and the format of the head. A 4-bit head would cause a fifth of the logits'
 # error and a quarter of the divergence, an 8-bit head almost none; see benchmarks/model/quantization_choices.py.
@@ -55,18 +60,19 @@ class ByModule(Quantization):
 def select_quantization(checkpoint: Checkpoint, asked: str | None, device: torch.device, ranks: Ranks) -> Quantization:
     """The format of the checkpoint, or the format to round plain weights to. Raises ConfigError if not supported."""
     if checkpoint.config.get("quantization_config") is None:
-        assert asked is not None
+        if asked is None:
+            return _kept(checkpoint, device, ranks)
         _check_kernels(f"quantization: {asked} is", device)
         description, layers, head = _ROUNDED[asked]
         return ByModule(description, lambda module: head if module == HEAD else layers)
     if asked is not None:
-        raise ConfigError(f"quantization: the weights of {checkpoint.path} are quantized already; leave it out.")
+        raise ConfigError(f"quantization: the weights of {checkpoint} are quantized already; leave it out.")
     if ranks.world_size > 1:
         raise ConfigError(
-            f"engine.tensor_parallel_size: the quantized weights of {checkpoint.path} are served by one rank only."
+            f"engine.tensor_parallel_size: the quantized weights of {checkpoint} are served by one rank only."
         )
     description, form, ignored = read_quantization_config(checkpoint)
-    what = f"model: the quantized weights of {checkpoint.path} ({description}) are"
+    what = f"model: the quantized weights of {checkpoint} ({description}) are"
     if isinstance(form, Fp8Blocks):
         if device.type in FP8_BLOCK_LINEARS:
             check_fp8(what, device)
@@ -80,6 +86,24 @@ def select_quantization(checkpoint: Checkpoint, asked: str | None, device: torch
     else:
         _check_kernels(what, device)
     return ByModule(description, lambda module: PLAIN if ignored(module) else form)
+
+
+def _kept(checkpoint: Checkpoint, device: torch.device, ranks: Ranks) -> Quantization:
+    """The blocks of a GGUF file as they are, or floats where no kernel multiplies them."""
+    kept = KeptBlocks(checkpoint)
+    if kept.description is None:
+        return Quantization()
+    reason = f"{device} multiplies floats" if device.type != "cpu" else None
+    if ranks.world_size > 1:
+        reason = "several ranks multiply floats"
+    try:
+        if reason is None:
+            kernels()
+            return kept
+    except NativeError as error:
+        reason = str(error)
+    logger.warning("The weights of %s are floats in memory: %s.", checkpoint, reason, extra=about("slower"))
+    return Quantization()
 
 
 def _check_triton(what: str, device: torch.device, linears: Family[Any]) -> None:

@@ -44,7 +44,7 @@ class TransformersForCausalLM(CausalLM):
         try:
             return cls(build_modeling(checkpoint, name), checkpoint)
         except UnservedError as error:
-            raise ConfigError(f"model: {name} of {checkpoint.path} cannot be served as configured: {error}.") from error
+            raise ConfigError(f"model: {name} of {checkpoint} cannot be served as configured: {error}.") from error
 
     def materialize(self, dtype: torch.dtype, device: torch.device) -> None:
         self._check_quantization()
@@ -65,7 +65,7 @@ class TransformersForCausalLM(CausalLM):
         name = next(self._left_to_torch(), None)
         self.torch_multiplies = name is not None
         if name is not None and self.quantization is not None:
-            left = f"{name} of {self.checkpoint.path} is not a linear layer and would not be quantized"
+            left = f"{name} of {self.checkpoint} is not a linear layer and would not be quantized"
             raise ConfigError(f"quantization: {left}; {type(self.modeling.causal).__name__} is not served quantized.")
 
     def _left_to_torch(self) -> Iterator[str]:
@@ -95,7 +95,7 @@ class TransformersForCausalLM(CausalLM):
         try:
             return Conversion(self.modeling.causal, self.modeling.names).places(wanted, self.targets())
         except UnservedError as error:
-            raise ConfigError(f"model: {self.checkpoint.path} cannot be served: {error}.") from error
+            raise ConfigError(f"model: {self.checkpoint} cannot be served: {error}.") from error
 
     def ignores(self, name: str) -> bool:
         patterns = self.modeling.causal._keys_to_ignore_on_load_unexpected or ()

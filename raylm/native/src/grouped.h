@@ -1,10 +1,11 @@
-// Linear layers with a scale for each group of inputs: `weight = (q - zero) * scale`, where q has 4 or 8 bits.
+// Linear layers with a scale for each group of inputs: `weight = (q - zero) * scale`, where q has 4 or 8 bits, or
+// `weight = q * scale + offset`.
 //
 // The weights are packed like the others, in streams of 16 columns. A 32-bit unit holds 4 neighbours of one column in 8 bits,
 // or 8 neighbours in 4 bits: the first four in the lower halves of its bytes, the others in the upper halves. The inputs are
 // rounded to 8 bits with one scale for each of their groups, as llama.cpp's Q8 blocks are. The products of a group are summed
 // as integers, which is exact in any order, and multiplied by the scales once. The zero is subtracted as
-// zero * (sum of the rounded inputs of the group).
+// zero * (sum of the rounded inputs of the group), and an offset is added likewise.
 #pragma once
 
 #include <algorithm>
@@ -17,6 +18,12 @@
 #include "vector.h"
 
 namespace raylm {
+
+// What a group has besides its scale.
+//   kMiddle: nothing. 4-bit weights are unsigned, and their zero is 8. Weights of 8 bits are signed.
+//   kShared: a zero in the scale's word, for 4-bit weights.
+//   kOffsets: an offset in a word of its own, so that a group has 16 scales and then 16 offsets, each float32.
+enum Zeros : int32_t { kMiddle = 0, kShared = 1, kOffsets = 2 };
 
 // A scale and its zero share a word. A zero of 4 bits has 8 further bits behind the point.
 constexpr uint32_t kZeroMask = 0xfff;
@@ -69,17 +76,18 @@ RAYLM_INLINE i32x16 byte_dot(i32x16 sum, u32x16 weights, uint32_t x) {
 #endif
 }
 
-// One stream of 16 columns, and the scales of its groups, [groups][16].
+// One stream of 16 columns, and the scales of its groups, [groups][16], or with offsets [groups][2][16].
 struct GroupedStream {
   const uint32_t* words;
-  // float32; with zeros the upper 20 bits of a float32 above a zero in 256ths of a step. Without zeros, the zero is the
-  // middle of the weights' range.
-  const uint32_t* scales;
+  const uint32_t* scales;  // float32; with kShared the upper 20 bits of a float32 above a zero in 256ths of a step
 };
+
+template <Zeros ZEROS>
+constexpr int kWordsAGroup = ZEROS == kOffsets ? 2 : 1;
 
 // R rows of rounded inputs times two streams, while AHEAD streams, `next`, are prefetched. `out` has the totals over
 // all groups.
-template <int BITS, bool ZEROS, int R, int AHEAD>
+template <int BITS, Zeros ZEROS, int R, int AHEAD>
 __attribute__((noinline)) void grouped_tile(const GroupedStream (&streams)[2], const uint32_t* x, const RoundedGroup* rounded,
                                             int depth, int group, const char* const* next, f32x16* out) {
   const ptrdiff_t stride = depth / 4;
@@ -115,16 +123,20 @@ __attribute__((noinline)) void grouped_tile(const GroupedStream (&streams)[2], c
     }
 #pragma GCC unroll 2
     for (int v = 0; v < 2; v++) {
-      const u32x16 word = load<u32x16>(streams[v].scales + g * kLanes);
-      const f32x16 scale = bits<f32x16>(ZEROS ? word & ~kZeroMask : word);
-      const f32x16 zero = ZEROS ? __builtin_convertvector(bits<i32x16>(word & kZeroMask), f32x16) * kZeroStep
-                                : splat(8.0f);
+      const uint32_t* scales = streams[v].scales + g * kLanes * kWordsAGroup<ZEROS>;
+      const u32x16 word = load<u32x16>(scales);
+      const f32x16 scale = bits<f32x16>(ZEROS == kShared ? word & ~kZeroMask : word);
+      const f32x16 zero = ZEROS == kShared ? __builtin_convertvector(bits<i32x16>(word & kZeroMask), f32x16) * kZeroStep
+                                           : splat(8.0f);
+      f32x16 offset = {};
+      if constexpr (ZEROS == kOffsets) offset = bits<f32x16>(load<u32x16>(scales + kLanes));
 #pragma GCC unroll 16
       for (int r = 0; r < R; r++) {
         const RoundedGroup inputs = rounded[r * groups + g];
         f32x16 total = __builtin_convertvector(sums[r][v], f32x16);
-        if constexpr (BITS == 4) total -= zero * float(inputs.sum);
+        if constexpr (BITS == 4 && ZEROS != kOffsets) total -= zero * float(inputs.sum);
         totals[r][v] += total * (scale * inputs.scale);
+        if constexpr (ZEROS == kOffsets) totals[r][v] += offset * (float(inputs.sum) * inputs.scale);
       }
     }
   }
@@ -135,13 +147,13 @@ __attribute__((noinline)) void grouped_tile(const GroupedStream (&streams)[2], c
   }
 }
 
-template <int BITS, bool ZEROS, int AHEAD, int... R>
+template <int BITS, Zeros ZEROS, int AHEAD, int... R>
 constexpr auto grouped_tiles_of(std::integer_sequence<int, R...>) {
   return std::array{&grouped_tile<BITS, ZEROS, R + 1, AHEAD>...};
 }
 
 // A product as one phase. All threads of the team call it. `x` is [rows][depth] bytes, `rounded` [rows][groups].
-template <int BITS, bool ZEROS, Into INTO, class Out>
+template <int BITS, Zeros ZEROS, Into INTO, class Out>
 void grouped_product(Team& team, const Linear& w, const uint8_t* x, const RoundedGroup* rounded, int rows,
                      Target<Out> target) {
   constexpr auto rows_of = std::make_integer_sequence<int, kGroupedRows<BITS>>();
@@ -151,7 +163,7 @@ void grouped_product(Team& team, const Linear& w, const uint8_t* x, const Rounde
   const int pairs = gated ? streams / 2 : (streams + 1) / 2;
   const int tiles = (rows + kGroupedRows<BITS> - 1) / kGroupedRows<BITS>;
   const auto stream = [&](int at) {
-    const ptrdiff_t grouped = ptrdiff_t(at) * groups * kLanes;
+    const ptrdiff_t grouped = ptrdiff_t(at) * groups * kLanes * kWordsAGroup<ZEROS>;
     return GroupedStream{w.packed + ptrdiff_t(at) * w.units * kLanes, reinterpret_cast<const uint32_t*>(w.scales) + grouped};
   };
   const auto first_of = [&](int pair) { return gated ? pair : 2 * pair; };

@@ -108,9 +108,11 @@ void linear(Team& team, const Linear& w, const T* x, int rows, Quantized scratch
       const ptrdiff_t at = ptrdiff_t(piece) * w.group;
       scratch.groups[piece] = round_inputs<0>(x + at, w.group, scratch.values + at);
     });
-    const auto multiply = w.kind == kInt8 ? grouped_product<8, false, INTO, Out>
-                          : w.zeros       ? grouped_product<4, true, INTO, Out>
-                                          : grouped_product<4, false, INTO, Out>;
+    const bool offsets = w.zeros == kOffsets;
+    const auto multiply = w.kind == kInt8 ? (offsets ? grouped_product<8, kOffsets, INTO, Out> : grouped_product<8, kMiddle, INTO, Out>)
+                          : offsets              ? grouped_product<4, kOffsets, INTO, Out>
+                          : w.zeros == kShared   ? grouped_product<4, kShared, INTO, Out>
+                                                 : grouped_product<4, kMiddle, INTO, Out>;
     multiply(team, w, scratch.values, scratch.groups, rows, target);
   } else {
     typedef typename Lane<T>::Unit Unit;

@@ -22,7 +22,7 @@ struct Linear {
   const float* scales;     // [columns / 16][depth / group][16], or with no group [columns]
   const int32_t* sums;     // int8 without groups: [columns], 128 * sum of the column's weights
   int32_t group;           // inputs that share a scale, a multiple of 8, or 0 for all (int8 alone)
-  int32_t zeros;           // int4: 1 where the scales hold zeros (grouped.h), 0 where every zero is 8
+  int32_t zeros;           // with groups: a Zeros (grouped.h)
 };
 
 // Rows of one tile, for two groups of columns.
