@@ -8,7 +8,7 @@ from typing import Any, ClassVar
 
 from raylm.frontend.answers.grammar_compiler import GrammarCompiler
 from raylm.frontend.outputs import ToolCallDelta
-from raylm.frontend.text.chat_template import ChatRequest
+from raylm.frontend.text.chat_template import ChatRequest, WriteTools
 from raylm.frontend.text.tokenizer import Tokenizer
 from raylm.lazy import Family
 from raylm.params import SamplingParams, StructuredOutputs
@@ -28,6 +28,8 @@ class ToolParser(ABC):
 
     marker: ClassVar[str]  # first text of calls
     keeps_special_tokens: ClassVar[bool] = False  # markers are special tokens, so the detokenizer must keep them
+    holds_calls: ClassVar[bool] = False  # every call has the right form, not only those of strict tools
+    write: ClassVar[WriteTools | None] = None  # writes tools and calls as text, in place of the chat template
     over: bool
     has_calls: bool
 
@@ -79,6 +81,7 @@ TOOL_PARSERS = Family[type[ToolParser]]({
     "hermes": "raylm.frontend.answers.tool_parsers.hermes:HermesParser",
     "mistral": "raylm.frontend.answers.tool_parsers.mistral:MistralParser",
     "llama3_json": "raylm.frontend.answers.tool_parsers.llama3_json:Llama3JSONParser",
+    "prompt": "raylm.frontend.answers.tool_parsers.prompt:PromptParser",
 })  # fmt: skip
 
 
