@@ -1,4 +1,4 @@
-"""``tool_parser: prompt`` with a small checkpoint whose template knows no tools, in all three APIs, whole and streamed."""
+"""``tool_parser: prompt`` with a small checkpoint whose template knows no tools: all three APIs, whole and streamed."""
 
 from __future__ import annotations
 

@@ -96,7 +96,8 @@ class ChatProcessor:
 
     async def render(self, request: ChatRequest) -> str:
         """The text of the conversation's prompt. Raises as ChatTemplate.render."""
-        return await self._template.render(request, self._tool_parser and self._tool_parser.write)
+        writer = None if self._tool_parser is None else self._tool_parser.writer()
+        return await self._template.render(request, writer)
 
     def _template_kwargs(self, request: ChatRequest) -> dict[str, Any] | None:
         effort = request.reasoning_effort

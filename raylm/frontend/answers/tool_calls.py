@@ -29,7 +29,6 @@ class ToolParser(ABC):
     marker: ClassVar[str]  # first text of calls
     keeps_special_tokens: ClassVar[bool] = False  # markers are special tokens, so the detokenizer must keep them
     holds_calls: ClassVar[bool] = False  # every call has the right form, not only those of strict tools
-    write: ClassVar[WriteTools | None] = None  # writes tools and calls as text, in place of the chat template
     over: bool
     has_calls: bool
 
@@ -67,6 +66,11 @@ class ToolParser(ABC):
     def free_text(cls) -> str:
         """Lark rule for an answer that may contain calls in the right format. Uses the rules TEXT and calls."""
         return "TEXT? (calls TEXT?)*"
+
+    @classmethod
+    def writer(cls) -> WriteTools | None:
+        """The function that writes tools and calls as text of messages; None if the chat template writes them."""
+        return None
 
     @classmethod
     @abstractmethod

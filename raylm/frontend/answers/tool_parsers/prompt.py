@@ -8,6 +8,7 @@ from typing import Any
 
 from raylm.frontend.answers.tool_calls import Mark
 from raylm.frontend.answers.tool_parsers.hermes import END, HermesParser
+from raylm.frontend.text.chat_template import WriteTools
 
 _INTRODUCTION = """# Tools
 You can call the functions below. Each line describes one function in JSON.
@@ -41,29 +42,33 @@ class PromptParser(HermesParser):
         return f"{marker} rest", between, f"rest: {call.removeprefix(marker)}\n{rules}"
 
     @classmethod
-    def write(cls, messages: list[dict[str, Any]], tools: list[dict[str, Any]] | None) -> list[dict[str, Any]]:
-        """Write tools, calls and their results as text of system, assistant and user messages.
+    def writer(cls) -> WriteTools:
+        return write_tools
 
-        The results of one turn, and the user's text after them, become one message of the user.
-        """
-        written: list[dict[str, Any]] = []
-        after_results = False
-        for message in messages:
-            role, text = message["role"], message.get("content", "")
-            if role == "tool":
-                message = {"role": "user", "content": f"<tool_response>\n{text}\n</tool_response>"}
-            elif calls := message.get("tool_calls"):
-                parts = [text] if text else []
-                parts += [_call(call["function"]) for call in calls]
-                message = {key: value for key, value in message.items() if key != "tool_calls"}
-                message["content"] = "\n".join(parts)
-            if after_results and message["role"] == "user":
-                joined = f"{written[-1]['content']}\n{message['content']}"
-                written[-1] = {**written[-1], "content": joined}
-            else:
-                written.append(message)
-            after_results = role == "tool"
-        return _described(written, tools) if tools else written
+
+def write_tools(messages: list[dict[str, Any]], tools: list[dict[str, Any]] | None) -> list[dict[str, Any]]:
+    """Write tools, calls and their results as text of system, assistant and user messages.
+
+    The results of one turn, and the user's text after them, become one message of the user.
+    """
+    written: list[dict[str, Any]] = []
+    after_results = False
+    for message in messages:
+        role, text = message["role"], message.get("content", "")
+        new = message
+        if role == "tool":
+            new = {"role": "user", "content": f"<tool_response>\n{text}\n</tool_response>"}
+        elif calls := message.get("tool_calls"):
+            parts = [text] if text else []
+            parts += [_call(call["function"]) for call in calls]
+            new = {key: value for key, value in message.items() if key != "tool_calls"}
+            new["content"] = "\n".join(parts)
+        if after_results and new["role"] == "user":
+            written[-1] = {**written[-1], "content": f"{written[-1]['content']}\n{new['content']}"}
+        else:
+            written.append(new)
+        after_results = role == "tool"
+    return _described(written, tools) if tools else written
 
 
 def _call(function: dict[str, Any]) -> str:
