@@ -256,7 +256,8 @@ class Config(Frozen):
     max_model_len: int | None = Field(None, ge=1)
     """Longest sequence in tokens; by default the longest that the model and the KV pool allow."""
     tool_parser: str = "auto"
-    """Parser of tool calls: auto (chosen by the chat template), none, or the name of a parser."""
+    """Parser of tool calls: auto (chosen by the chat template), none, or the name of a parser. prompt is for a chat
+    template that does not know tools: the system message describes them."""
     reasoning_parser: str = "auto"
     """Parser of the reasoning before an answer: auto (chosen by the chat template), none, or the name of a parser."""
     log_format: Literal["text", "json"] = "text"

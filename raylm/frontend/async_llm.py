@@ -312,7 +312,7 @@ class AsyncLLM:
 
     async def render_chat(self, request: ChatRequest) -> list[int]:
         """Token ids of a conversation by the chat template, which sees the request's fields as they are."""
-        text = await self._template.render(request)
+        text = await self._chat.render(request)
         special = request.add_special_tokens
         return await self._tokenizer.encode(text, add_special_tokens=special, param="messages")
 

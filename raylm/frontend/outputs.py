@@ -62,6 +62,7 @@ class CompletionDelta:
 
     If the request has an AnswerFormat, ``text`` excludes reasoning and tool calls. They are in ``reasoning`` and
     ``tool_calls`` (in order, at most one entry for each call), and ``reasoning_tokens`` counts the tokens of reasoning.
+    The first ``tokens_before_answer`` of ``token_ids`` are these tokens and their markers.
     The order of the answer is: the reasoning of a delta, its text, its calls. ``text_logprobs`` are the entries of the
     tokens of ``text``, if log-probabilities were requested. A sequence that made calls and ended normally has the
     finish reason "tool_calls".
@@ -77,6 +78,7 @@ class CompletionDelta:
     stop_reason: int | str | None = None
     reasoning: str = ""
     reasoning_tokens: int = 0
+    tokens_before_answer: int = 0
     tool_calls: list[ToolCallDelta] | None = None
     told: bool = False
     text_logprobs: list[TokenLogprob] | None = None
@@ -115,6 +117,7 @@ class CompletionDelta:
                 self.text_logprobs = []
             self.text_logprobs += later.text_logprobs
         self.reasoning_tokens += later.reasoning_tokens
+        self.tokens_before_answer += later.tokens_before_answer
         self.tool_calls = join_calls(self.tool_calls, later.tool_calls)
         self.finish_reason, self.stop_reason = later.finish_reason, later.stop_reason
 

@@ -47,7 +47,7 @@ class AnswerReader:
         """
         said, ended = delta.text, delta.finish_reason is not None
         if self._reasoning is not None and self._tokens is not None:
-            delta.reasoning_tokens = self._tokens.count(delta.token_ids)
+            delta.reasoning_tokens, delta.tokens_before_answer = self._tokens.count(delta.token_ids)
             delta.reasoning, delta.text = self._reasoning.push(delta.text)
             if ended:
                 reasoning, text = self._reasoning.flush()

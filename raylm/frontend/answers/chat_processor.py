@@ -72,7 +72,7 @@ class ChatProcessor:
         shown = [_without_strict(tool) for tool in tools] if tools else None
         seen = replace(request, tools=shown, template_kwargs=self._template_kwargs(request))
         mark("template")
-        text = await self._template.render(seen)
+        text = await self.render(seen)
         mark("tokenize")
         special = request.add_special_tokens
         token_ids = await self._tokenizer.encode(text, add_special_tokens=special, param="messages")
@@ -93,6 +93,11 @@ class ChatProcessor:
             one_call=not request.parallel_tool_calls,
         )
         return ChatPrompt(token_ids, self._showing_markers(params, form), form)
+
+    async def render(self, request: ChatRequest) -> str:
+        """The text of the conversation's prompt. Raises as ChatTemplate.render."""
+        writer = None if self._tool_parser is None else self._tool_parser.writer()
+        return await self._template.render(request, writer)
 
     def _template_kwargs(self, request: ChatRequest) -> dict[str, Any] | None:
         effort = request.reasoning_effort

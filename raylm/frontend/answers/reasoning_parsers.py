@@ -87,7 +87,7 @@ class ReasoningParser:
 
 
 class ReasoningTokenCounter:
-    """Counts the reasoning tokens of one sequence, without the start and end marker."""
+    """Counts the reasoning tokens of one sequence, which come before all its other tokens."""
 
     __slots__ = ("_beginning", "_thinking", "_tokens")
 
@@ -96,15 +96,18 @@ class ReasoningTokenCounter:
         self._thinking = tokens.begun
         self._beginning = not tokens.begun
 
-    def count(self, token_ids: list[int]) -> int:
-        """The number of reasoning tokens among the next tokens."""
+    def count(self, token_ids: list[int]) -> tuple[int, int]:
+        """The number of reasoning tokens among the next tokens, without the markers and with them."""
+        opening = 0
         if self._beginning and token_ids:
             self._beginning = False
             self._thinking = token_ids[0] == self._tokens.start_token_id
-            token_ids = token_ids[self._thinking :]
+            opening = int(self._thinking)
         if not self._thinking:
-            return 0
-        if self._tokens.end_token_id not in token_ids:
-            return len(token_ids)
+            return 0, 0
+        rest = token_ids[opening:]
+        if self._tokens.end_token_id not in rest:
+            return len(rest), len(token_ids)
         self._thinking = False
-        return token_ids.index(self._tokens.end_token_id)
+        num_reasoning = rest.index(self._tokens.end_token_id)
+        return num_reasoning, opening + num_reasoning + 1

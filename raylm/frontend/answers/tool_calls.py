@@ -8,7 +8,7 @@ from typing import Any, ClassVar
 
 from raylm.frontend.answers.grammar_compiler import GrammarCompiler
 from raylm.frontend.outputs import ToolCallDelta
-from raylm.frontend.text.chat_template import ChatRequest
+from raylm.frontend.text.chat_template import ChatRequest, WriteTools
 from raylm.frontend.text.tokenizer import Tokenizer
 from raylm.lazy import Family
 from raylm.params import SamplingParams, StructuredOutputs
@@ -28,6 +28,7 @@ class ToolParser(ABC):
 
     marker: ClassVar[str]  # first text of calls
     keeps_special_tokens: ClassVar[bool] = False  # markers are special tokens, so the detokenizer must keep them
+    holds_calls: ClassVar[bool] = False  # every call has the right form, not only those of strict tools
     over: bool
     has_calls: bool
 
@@ -67,6 +68,11 @@ class ToolParser(ABC):
         return "TEXT? (calls TEXT?)*"
 
     @classmethod
+    def writer(cls) -> WriteTools | None:
+        """The function that writes tools and calls as text of messages; None if the chat template writes them."""
+        return None
+
+    @classmethod
     @abstractmethod
     async def form_of(
         cls, request: ChatRequest, params: SamplingParams, tokenizer: Tokenizer, compiler: GrammarCompiler
@@ -79,6 +85,7 @@ TOOL_PARSERS = Family[type[ToolParser]]({
     "hermes": "raylm.frontend.answers.tool_parsers.hermes:HermesParser",
     "mistral": "raylm.frontend.answers.tool_parsers.mistral:MistralParser",
     "llama3_json": "raylm.frontend.answers.tool_parsers.llama3_json:Llama3JSONParser",
+    "prompt": "raylm.frontend.answers.tool_parsers.prompt:PromptParser",
 })  # fmt: skip
 
 

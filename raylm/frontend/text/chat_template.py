@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from itertools import chain, islice
 from typing import Any, Literal
@@ -37,6 +37,8 @@ class RequiredTool:
 
 
 ToolChoice = Literal["none", "auto", "required"] | RequiredTool
+WriteTools = Callable[[list[dict[str, Any]], list[dict[str, Any]] | None], list[dict[str, Any]]]
+"""Takes prepared messages and the tools. Returns messages in which tools, calls and results are text."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -80,10 +82,11 @@ class ChatTemplate:
         self._custom_roles: dict[tuple[str, str], bool] = {}
         self._small, self._large = Renderer(), Renderer()  # a short conversation never waits for a long one
 
-    async def render(self, request: ChatRequest) -> str:
+    async def render(self, request: ChatRequest, write_tools: WriteTools | None = None) -> str:
         """Render a conversation to the text of a prompt.
 
-        Rendering may take RENDER_LIMIT_S. Short conversations do not wait for long ones.
+        Rendering may take RENDER_LIMIT_S. Short conversations do not wait for long ones. With ``write_tools`` the
+        template sees what it returns, and no tools.
 
         Raises:
             InvalidRequestError: the messages do not fit the template, or rendering fails or takes too long.
@@ -93,20 +96,24 @@ class ChatTemplate:
             if name in _RESERVED or name in self._special_tokens or name.startswith("_"):
                 message = f"chat_template_kwargs must not set {name[:40]!r}."
                 raise InvalidRequestError(message, param="chat_template_kwargs")
-        template = self._select(request.tools)
+        shown = request.tools if write_tools is None else None
+        template = self._select(shown)
         large = _is_large((request.messages, request.tools, kwargs))
 
         def prepare() -> tuple[list[str], bytes]:
             check_chars(content_chars(request.messages), "messages")
             messages = prepare_messages(request.messages, continue_final_message=request.continue_final_message)
+            roles = [message["role"] for message in messages]
+            if write_tools is not None:
+                messages = write_tools(messages, request.tools)
             fields = {
-                "tools": request.tools,
+                "tools": shown,
                 "add_generation_prompt": request.add_generation_prompt,
                 "continue_final_message": request.continue_final_message,
                 **self._special_tokens,
                 **kwargs,
             }
-            return [message["role"] for message in messages], _job(template, messages, fields)
+            return roles, _job(template, messages, fields)
 
         roles, asked = await asyncio.to_thread(prepare) if large else prepare()
         renderer = self._large if large else self._small

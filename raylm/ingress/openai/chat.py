@@ -166,6 +166,7 @@ class ChatChoices(Choices):
     ) -> None:
         super().__init__(head, body, params, tokens, stream_id, at_once)
         self._echoed = body.echoed
+        self._hides_reasoning = body.include_reasoning is False
 
     def _shared(self, output: RequestOutput) -> JSONObject:
         return self._prompt(output)
@@ -186,7 +187,14 @@ class ChatChoices(Choices):
     def _logprobs(self, delta: CompletionDelta) -> JSONObject | None:
         if self._num_logprobs is None:
             return None
-        return chat_logprobs(delta.logprobs or (), self._shown_as, drawn=bool(self._body.logprob_token_ids))
+        shown = (delta.logprobs or [])[self._num_hidden(delta) :]
+        return chat_logprobs(shown, self._shown_as, drawn=bool(self._body.logprob_token_ids))
+
+    def _shown_ids(self, delta: CompletionDelta) -> list[int]:
+        return delta.token_ids[self._num_hidden(delta) :]
+
+    def _num_hidden(self, delta: CompletionDelta) -> int:
+        return delta.tokens_before_answer if self._hides_reasoning else 0
 
 
 def assistant_message(choice: CompletionDelta) -> JSONObject:

@@ -130,7 +130,7 @@ class Choices(ABC):
         if self._plain and reason is None and not choices and not sorted_out and not delta.told:
             self._id.reach(index, reached)
             return self._id.line() + template.text(index, delta.text) if delta.text else b""
-        if delta.text or sorted_out or (delta.token_ids and not self._plain):
+        if delta.text or sorted_out or (self._shown_ids(delta) and not self._plain):
             news = {"finish_reason": None} | self._news(index, delta) | self._token_ids(delta)
             if not delta.told:
                 choices.append((reached, news))
@@ -160,7 +160,11 @@ class Choices(ABC):
         return self._id.line() + template.choices([{"index": index} | choice], usage, on_top)
 
     def _token_ids(self, delta: CompletionDelta) -> JSONObject:
-        return {"token_ids": delta.token_ids} if self._body.return_token_ids else {}
+        return {"token_ids": self._shown_ids(delta)} if self._body.return_token_ids else {}
+
+    def _shown_ids(self, delta: CompletionDelta) -> list[int]:
+        """The delta's tokens that the answer shows."""
+        return delta.token_ids
 
     def _prompt_token_ids(self, output: RequestOutput) -> JSONObject:
         return {"prompt_token_ids": output.prompt_token_ids} if self._body.return_token_ids else {}

@@ -63,16 +63,17 @@ def test_thoughts_come_as_they_are_thought() -> None:
 
 
 @pytest.mark.parametrize("sizes", [1, 2, 100])
-def test_tokens_of_thoughts_are_counted_without_their_markers(sizes: int) -> None:
-    def count(token_ids: list[int], *, begun: bool) -> int:
+def test_tokens_of_thoughts_are_counted_without_their_markers_and_with_them(sizes: int) -> None:
+    def count(token_ids: list[int], *, begun: bool) -> tuple[int, int]:
         counter = ReasoningTokenCounter(Thinking(3, 4, (4,), begun=begun))
-        return sum(counter.count(token_ids[at : at + sizes]) for at in range(0, len(token_ids), sizes))
+        counts = [counter.count(token_ids[at : at + sizes]) for at in range(0, len(token_ids), sizes)]
+        return sum(bare for bare, _ in counts), sum(marked for _, marked in counts)
 
-    assert count([3, 9, 9, 9, 4, 9, 3, 9], begun=False) == 3
-    assert count([9, 3, 9, 9, 4, 9], begun=False) == 0
-    assert count([9, 9, 4, 9, 9], begun=True) == 2
-    assert count([9, 9, 9], begun=True) == 3
-    assert count([4, 9, 9], begun=True) == 0
+    assert count([3, 9, 9, 9, 4, 9, 3, 9], begun=False) == (3, 5)
+    assert count([9, 3, 9, 9, 4, 9], begun=False) == (0, 0)
+    assert count([9, 9, 4, 9, 9], begun=True) == (2, 3)
+    assert count([9, 9, 9], begun=True) == (3, 3)
+    assert count([4, 9, 9], begun=True) == (0, 1)
 
 
 def test_parsers_are_told_by_templates() -> None:

@@ -51,6 +51,27 @@ async def test_reasoning_may_be_left_out(client: httpx.AsyncClient, llm: FakeAsy
         assert all(delta["content"] for delta in deltas[1:-1]), "a chunk of nothing"
 
 
+async def test_reasoning_that_is_left_out_shows_in_no_token(client: httpx.AsyncClient, llm: FakeAsyncLLM) -> None:
+    llm.reply = "<think>\nHm.\n</think>\n\nI answer."
+    thinking = Thinking(ord("<"), ord("/"), (), begun=False)  # here a token is a byte
+    llm.answer_format = AnswerFormat(reasoning=REASONING_PARSERS["think"], thinking=thinking)
+    fields = {"logprobs": True, "return_token_ids": True}
+    (whole,) = (await post(client, **fields, include_reasoning=True))["choices"]
+    assert whole["token_ids"][: len(llm.reply)] == list(llm.reply.encode()), "reasoning that is shown has its tokens"
+    assert len(whole["logprobs"]["content"]) == len(whole["token_ids"])
+    answer = whole["token_ids"][llm.reply.index("/") + 1 :]  # the tokens after the end marker
+    (bare,) = (await post(client, **fields, include_reasoning=False))["choices"]
+    assert bare["token_ids"] == answer
+    assert bare["logprobs"]["content"] == whole["logprobs"]["content"][-len(answer) :]
+    for step in (1, 7, 100):
+        llm.step = step
+        chunks = [chunk["choices"][0] for chunk in await stream(client, **fields, include_reasoning=False)]
+        assert [token_id for chunk in chunks for token_id in chunk.get("token_ids", ())] == answer
+        entries = [entry for chunk in chunks for entry in (chunk["logprobs"] or {}).get("content", ())]
+        assert entries == bare["logprobs"]["content"]
+        assert all(chunk["token_ids"] for chunk in chunks[1:-1]), "a chunk of nothing"
+
+
 async def test_tokens_are_shown_by_their_ids(client: httpx.AsyncClient, llm: FakeAsyncLLM) -> None:
     llm.reply = "ö"
     fields = {"logprobs": True, "top_logprobs": 1, "return_tokens_as_token_ids": True}

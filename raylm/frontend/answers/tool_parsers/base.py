@@ -141,7 +141,7 @@ class ToolForms:
         """The form that the answer must match; None for any text.
 
         A form is needed for required or named calls, for JSON answers beside calls, and for calls of ``strict`` tools
-        in any text.
+        in any text. Some parsers need it for all calls.
 
         Raises:
             UnsupportedFieldError: the model or the request's other fields do not allow the form.
@@ -154,6 +154,8 @@ class ToolForms:
             lark = self._grammar()
         elif asked is not None:
             lark = f"{self._grammar('calls | answer')}\nanswer: %json {_answer_schema(asked)}"
+        elif self._parser.holds_calls:
+            lark = self._grammar(self._held_calls())
         elif any(function.get("strict") for function in self._functions):
             marker = self._parser.marker
             if marker and self._mark(marker).startswith('"'):
@@ -165,6 +167,17 @@ class ToolForms:
         form = StructuredOutputs(grammar=lark, param="tools")
         await self._check(form, asked)
         return form
+
+    def _held_calls(self) -> str:
+        """Lark of any text with calls. Uses the rule ``rest``, a call after its marker.
+
+        A marker that is no token of the model ends a lexeme of text. After it only a call can follow.
+        """
+        if not self._mark(self._parser.marker).startswith('"'):
+            return self._parser.free_text()
+        marker, most = self._parser.marker, MOST_CALLS if self._request.parallel_tool_calls else 1
+        head, tail = f"head[lazy]: /(.|\\n)*{marker}/", f"TAIL: /(.|\\n)+/ & ~/(.|\\n)*{marker}(.|\\n)*/"
+        return f"(head rest){{0,{most}}} TAIL?\n{head}\n{tail}"
 
     def _grammar(self, start: str = "calls", *, only: str | None = None) -> str:
         """Lark of an answer with at most ``MOST_CALLS`` calls, or with one call of the function ``only``.
