@@ -50,6 +50,7 @@ PARAMS_MAX_TOKENS = Metric("histogram", "vllm:request_params_max_tokens", "Token
 QUEUE_TIME = Metric("histogram", "vllm:request_queue_time_seconds", "From arrival to the first step, seconds.")
 PREFILL_TIME = Metric("histogram", "vllm:request_prefill_time_seconds", "From the first step to a token, seconds.")
 DECODE_TIME = Metric("histogram", "vllm:request_decode_time_seconds", "From the first token to the last, seconds.")
+INFERENCE_TIME = Metric("histogram", "vllm:request_inference_time_seconds", "From the first step to the last token.")
 TPOT = Metric(
     "histogram", "vllm:request_time_per_output_token_seconds", "Decode time by tokens behind the first, seconds."
 )

@@ -95,7 +95,8 @@ OF_VLLMS_DASHBOARDS = {
     f"vllm:request_{name}"
     for name in (
         "prompt_tokens", "generation_tokens", "max_num_generation_tokens", "params_n", "params_max_tokens",
-        "queue_time_seconds", "prefill_time_seconds", "decode_time_seconds", "time_per_output_token_seconds",
+        "queue_time_seconds", "prefill_time_seconds", "decode_time_seconds", "inference_time_seconds",
+        "time_per_output_token_seconds",
     )
 }  # fmt: skip
 

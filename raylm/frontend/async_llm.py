@@ -61,6 +61,7 @@ class AsyncLLM:
         self.default_max_tokens = default_max_tokens(checkpoint)
         self.pooling_defaults = pooling_defaults(checkpoint)
         self._longest = config.max_model_len or checkpoint.max_position_embeddings
+        self._prefix_caching = config.cache.prefix_caching
         self._tokenizer = Tokenizer(checkpoint.path)
         check_templates(self._tokenizer.chat_templates)
         self._template = ChatTemplate(self._tokenizer.chat_templates, self._tokenizer.special_tokens, self.model_name)
@@ -109,6 +110,12 @@ class AsyncLLM:
         if self._router.is_ready or self._longest is None:
             return self._router.limits.max_model_len
         return self._longest
+
+    @property
+    def cached_block_size(self) -> int:
+        """Tokens of a block of the prefix cache; 0 without a cache or a ready engine."""
+        sizes = [engine.info.worker.block_size for engine in self.engines] if self._prefix_caching else []
+        return sizes[0] if sizes else 0
 
     @property
     def engines(self) -> list[EngineClient]:

@@ -34,7 +34,7 @@ _LENGTHS = (
     metrics.PROMPT_LENGTH, metrics.GENERATION_LENGTH, metrics.LONGEST_GENERATION, metrics.PARAMS_N,
     metrics.PARAMS_MAX_TOKENS,
 )  # fmt: skip
-_TIMES = (metrics.QUEUE_TIME, metrics.PREFILL_TIME, metrics.DECODE_TIME, metrics.TPOT)
+_TIMES = (metrics.QUEUE_TIME, metrics.PREFILL_TIME, metrics.DECODE_TIME, metrics.INFERENCE_TIME, metrics.TPOT)
 _OF_KEYS = (metrics.KEY_TOKENS, metrics.KEY_REQUESTS, metrics.KEY_TTFT)
 
 
@@ -127,6 +127,7 @@ class Telemetry(Collector):
         if scheduled := [event[2] for event in part.events if event[1] == "scheduled"]:
             found[metrics.QUEUE_TIME] = min(scheduled) - request.arrival_time
             found[metrics.PREFILL_TIME] = first - min(scheduled)
+            found[metrics.INFERENCE_TIME] = (first if last is None else last) - min(scheduled)
         if last is not None:
             found[metrics.DECODE_TIME] = last - first
             if (behind := max(drawn, default=0) - 1) > 0:

@@ -111,7 +111,7 @@ def test_lengths_and_times_of_a_prompt_are_those_of_vllms_dashboards() -> None:
     wanted = {
         "prompt_tokens": 5, "generation_tokens": 4, "max_num_generation_tokens": 3, "params_n": 2,
         "params_max_tokens": 7, "queue_time_seconds": 1, "prefill_time_seconds": 2, "decode_time_seconds": 4,
-        "time_per_output_token_seconds": 2,
+        "inference_time_seconds": 6, "time_per_output_token_seconds": 2,
     }  # fmt: skip
     for name, value in wanted.items():
         assert found[f"vllm:request_{name}_sum", only] == value

@@ -55,6 +55,7 @@ class FakeAsyncLLM:
     pooling_defaults: PoolingDefaults = field(default_factory=lambda: PoolingDefaults("last", 4))
     embedded: list[tuple[list[int], PoolingParams]] = field(default_factory=list)
     max_model_len: int = 4096
+    cached_block_size: int = 0
     model_name: str = "org/fake-model"
     fingerprint: str = "fp_0123456789abcdef"
     is_ready: bool = True

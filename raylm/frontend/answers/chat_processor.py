@@ -45,6 +45,7 @@ class ChatProcessor:
         detected = detect_reasoning_parser(template.source)
         reasoning = _choose("reasoning_parser", config.reasoning_parser, REASONING_PARSERS, detected)
         self._tool_parser = TOOL_PARSERS.get(tools)
+        self._writer = None if self._tool_parser is None else self._tool_parser.writer()
         self._reasoning_parser = self._find_reasoning_parser(reasoning, config.reasoning_parser)
         self.description = f"tool calls: {tools}; reasoning: {reasoning if self._reasoning_parser else 'none'}"
 
@@ -96,8 +97,7 @@ class ChatProcessor:
 
     async def render(self, request: ChatRequest) -> str:
         """The text of the conversation's prompt. Raises as ChatTemplate.render."""
-        writer = None if self._tool_parser is None else self._tool_parser.writer()
-        return await self._template.render(request, writer)
+        return await self._template.render(request, self._writer)
 
     def _template_kwargs(self, request: ChatRequest) -> dict[str, Any] | None:
         effort = request.reasoning_effort

@@ -187,11 +187,39 @@ class ClearThinking(StrictPart):
         return self
 
 
-_EDITS = OneOf("{got} is not supported; only clear_thinking_20251015 is.", key="type", served=False)
+class InputTokens(StrictPart):
+    type: Literal["input_tokens"]
+    value: Annotated[int, Field(ge=0, lt=2**31)]
+
+
+class ToolUses(StrictPart):
+    type: Literal["tool_uses"]
+    value: Annotated[int, Field(ge=0, lt=2**31)]
+
+
+_TRIGGERS = OneOf("expected input_tokens or tool_uses, but got {got}", key="type")
+_NAMES = OneOf("expected a boolean or an array of strings, but got {got}")
+
+
+class ClearToolUses(StrictPart):
+    """Clears the results of old tool uses if the conversation exceeds ``trigger``. The defaults are Anthropic's."""
+
+    type: Literal["clear_tool_uses_20250919"]
+    trigger: Annotated[InputTokens | ToolUses, _TRIGGERS] = InputTokens(type="input_tokens", value=100_000)
+    keep: ToolUses = ToolUses(type="tool_uses", value=3)
+    clear_at_least: InputTokens | None = None
+    exclude_tools: Strings | None = None
+    clear_tool_inputs: Annotated[bool | Strings, _NAMES] | None = None
+
+
+_EDITS = OneOf(
+    "{got} is not supported; only clear_thinking_20251015 and clear_tool_uses_20250919 are.", key="type", served=False
+)
+Edits = Annotated[list[Annotated[ClearThinking | ClearToolUses, _EDITS]], Field(max_length=MAX_FIELDS, fail_fast=True)]
 
 
 class ContextManagement(StrictPart):
-    edits: Annotated[list[Annotated[ClearThinking, _EDITS]], Field(max_length=MAX_FIELDS, fail_fast=True)] | None = None
+    edits: Edits | None = None
 
 
 class Metadata(StrictPart):
@@ -217,6 +245,14 @@ class CountTokensRequest(Body):
     output_config: OutputConfig | None = None
     cache_control: dict[str, Any] | None = None
     context_management: ContextManagement | None = None
+
+    @property
+    def asks_for_cache(self) -> bool:
+        """Whether ``cache_control`` is set anywhere."""
+        contents = [message["content"] for message in self.messages]
+        parts: list[Any] = [*(self.tools or ()), *(self.system if isinstance(self.system, list) else ())]
+        parts += [block for content in contents if isinstance(content, list) for block in content]
+        return bool(self.cache_control) or any(part.get("cache_control") for part in parts)
 
     def as_chat(self) -> ChatCompletionRequest:
         """Convert to a chat completion. Its errors may have a chat completion's names of fields (PARAM_NAMES)."""

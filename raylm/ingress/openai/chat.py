@@ -253,6 +253,11 @@ class ChatCompletions:
         at_once = request.at_once(params.n)
         return await ChatChoices(head, body, params, self._tokens, stream_id, at_once).answer([outputs])
 
+    @property
+    def cached_block_size(self) -> int:
+        """As AsyncLLM.cached_block_size."""
+        return self._llm.cached_block_size
+
     async def open_stream(self, model: str, posted: Posted, num_choices: int, *, streamed: bool | None) -> StreamId:
         """As ``generation.open_stream``, for any body that is converted to a chat completion."""
         return await open_stream(model, posted, num_choices, self._stream_ids, self._llm, streamed=streamed)

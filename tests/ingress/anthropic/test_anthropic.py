@@ -237,7 +237,7 @@ BAD: list[tuple[dict[str, Any], str]] = [
     ({"service_tier": "fast"}, "service_tier"),
     ({"metadata": {"name": "x"}}, "metadata.name"),
     ({"container": "c"}, "container"),
-    ({"context_management": {"edits": [{"type": "clear_tool_uses_20250919"}]}}, "context_management.edits[0].type"),
+    ({"context_management": {"edits": [{"type": "compact_20260112"}]}}, "context_management.edits[0].type"),
     ({"context_management": {"edits": [{"type": "clear_thinking_20251015"}]}}, "context_management.edits[0].keep"),
     ({"context_management": {"zzz": 1}}, "context_management.zzz"),
     ({"n": 2}, "n"),
