@@ -81,7 +81,7 @@ def main() -> None:
         elif plain is not None:
             figures["loss"] = 100 * (math.exp(loss - plain) - 1)
         figures["seconds"] = time.perf_counter() - started
-        case = f"{checkpoint.path.name}, {name}{args.label and ', ' + args.label}, tokens {digest}"
+        case = f"{Path(args.model).name}, {name}{args.label and ', ' + args.label}, tokens {digest}"
         report.add(case, figures)
 
 
