@@ -186,6 +186,7 @@ def test_a_model_in_blocks_gives_about_the_logits_of_its_floats(
     file = make_gguf(source, tmp_path / "model.gguf", kind)
     kept, floats = loaded(file), loaded(file, quantization="none")
     assert (kept.quantization, floats.quantization) == (f"GGUF, {kind}", None)
+    assert (kept.lm_head.kernel.dtype, floats.lm_head.kernel.dtype) == (None, torch.float32)
     tokens, positions = torch.arange(2, 34), torch.arange(32)
     with torch.inference_mode():
         got, wanted = (model.logits(model(tokens, positions, attend)) for model in (kept, floats))
