@@ -28,14 +28,14 @@ def _no_overflow(self: Any, *args: Any, **options: Any) -> float:
 _PREDICTED = routed_engine.RoutedEngine.predicted_s
 _ROUTER: dict[str, list[Change]] = {
     "shared copies": [(branches.Branches, "note", lambda self, block: 1)],
-    "rendezvous": [(rendezvous.Rendezvous, "place", lambda self, blocks, matched, engines: None)],
+    "rendezvous": [(rendezvous.RendezvousHash, "place", lambda self, blocks, matched, engines: None)],
     "about equal": [(router, "ABOUT_EQUAL", 0.0)],
     "delay of the running": [(routed_engine, "_DELAY_WEIGHT", 0.0)],
     "delay of the next": [(routed_engine, "_NEXT_WEIGHT", 0.0)],
     "decode": [(routed_engine, "_DECODE_TOKENS", 0.0)],
     "distance": [(routed_engine, "_LEAN", 0.0)],
     "risk": [(routed_engine, "_RISK", 0.0)],
-    "pauses heard": [(routed_engine.RoutedEngine, "_is_heard", property(lambda self: False))],
+    "pauses heard": [(others_load.OthersLoad, "heard_s", lambda self, now, decode_s: 0.0)],
     "prompts unheard": [
         (others_load.OthersLoad, "heard_s", lambda self, now, decode_s: 0.0),
         (others_load.OthersLoad, "unheard_s", lambda self, doubt, token_s: 0.0),
