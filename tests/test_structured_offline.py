@@ -13,7 +13,7 @@ from raylm import LLM, SamplingParams
 from raylm.engine.sequence import Sequence, Status
 from raylm.errors import InvalidRequestError
 from raylm.params import StructuredOutputs
-from raylm.worker.sampling.grammars import Answer
+from raylm.worker.sampling.grammars import AnswerMatcher
 
 
 def test_preemption_and_speculation_change_nothing() -> None:
@@ -64,13 +64,13 @@ def test_late_masks_change_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
     ]
     prompts = [f"Number {i}: " * 12 for i in range(6)]
     deferred: list[Status] = []
-    defer, step, answers = Sequence.defer, Answer._step, []
+    defer, step, answers = Sequence.defer, AnswerMatcher._step, []
 
     def noted(seq: Sequence) -> None:
         deferred.append(seq.status)
         defer(seq)
 
-    def slow(self: Answer, *args: Any) -> None:
+    def slow(self: AnswerMatcher, *args: Any) -> None:
         time.sleep(0.002)
         step(self, *args)
 
@@ -78,7 +78,7 @@ def test_late_masks_change_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
     for late in (False, True):
         for name, seconds in (("SLOW_S", -1.0), ("WAIT_S", 0.0), ("LONE_WAIT_S", 0.001)):
             monkeypatch.setattr(f"raylm.worker.sampling.grammars.{name}", seconds if late else 60.0)
-        monkeypatch.setattr(Answer, "_step", slow if late else step)
+        monkeypatch.setattr(AnswerMatcher, "_step", slow if late else step)
         guesses, blocks = (4, 12) if late else (0, 1024)
         scheduler = {"speculative_tokens": guesses, "max_num_batched_tokens": 64}
         with LLM(cache={"num_blocks": blocks}, scheduler=scheduler) as llm:

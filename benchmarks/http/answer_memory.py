@@ -26,7 +26,7 @@ import uvloop
 
 from benchmarks.http.event_loop import CONTEXT, VOCAB_SIZE, InstantEngine, front_end
 from benchmarks.rows import Report, parser
-from raylm.engine.scheduler import MOST_LISTED
+from raylm.engine.snapshot import MOST_LISTED
 from raylm.messages import EngineSnapshot, EngineStats
 
 AT_ONCE = 8

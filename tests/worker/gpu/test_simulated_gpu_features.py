@@ -21,7 +21,7 @@ from raylm.native import AdapterRun
 from raylm.params import PoolingParams, SamplingParams, StructuredOutputs
 from raylm.worker.model_runner import ModelRunner
 from raylm.worker.sampling import grammars
-from raylm.worker.sampling.grammars import Answer, Grammars
+from raylm.worker.sampling.grammars import AnswerMatcher, Grammars
 from tests.adapters import make_adapter
 from tests.worker.driver import random_prompt
 from tests.worker.gpu.simulated_gpu import Gpu, gpu  # noqa: F401 (a fixture)
@@ -383,7 +383,7 @@ def test_rows_whose_masks_are_late_sit_the_step_out(machine: Gpu, monkeypatch: p
     wanted = drawn(start(EMBEDDED, device="cpu", dtype="float32"), wishes)
     asked, ready = [0], Grammars.ready
 
-    def late(self: Grammars, answers: list[Answer], draws: int) -> list[bool]:
+    def late(self: Grammars, answers: list[AnswerMatcher], draws: int) -> list[bool]:
         asked[0] += 1
         there = ready(self, answers, draws)
         return [asked[0] % 3 != 2] * len(there)
