@@ -47,7 +47,7 @@ clients: $(VENV)/.dev $(OTHERS)/.installed  ## try other clients: litellm and it
 	@test ! -d $(OTHERS)/js || $(BIN)/python -m tests.conformance.scripted_engine \
 		$(OTHERS)/bin/python -m tests.conformance.coding_agents {url}
 
-fuzz: $(VENV)/.dev  ## attack a server at random, beside an honest client, for MINUTES=10, and read 2,500 mutated files
+fuzz: $(VENV)/.dev  ## attack a server at random, beside an honest client, for MINUTES=10, and read 3,000 mutated files
 	@$(BIN)/python -m tests.hostile.fuzz $(MINUTES)
 	@$(BIN)/pytest tests/hostile/test_files.py
 

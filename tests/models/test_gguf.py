@@ -29,6 +29,7 @@ from tests.checkpoints import make_checkpoint
 from tests.gguf_files import make_gguf
 from tests.models.test_decoder import attend
 from tests.ranks import Apart
+from tests.worker.driver import Driver
 
 CPU = torch.device("cpu")
 WRITTEN = ("F32", "F16", "BF16", "Q8_0", "Q4_0", "Q4_1", "Q5_0", "Q5_1")  # what the package can quantize to
@@ -191,6 +192,20 @@ def test_a_model_in_blocks_gives_about_the_logits_of_its_floats(
     with torch.inference_mode():
         got, wanted = (model.logits(model(tokens, positions, attend)) for model in (kept, floats))
     assert float((got - wanted).norm() / wanted.norm()) < 0.05
+
+
+@pytest.mark.parametrize("kind", ["Q4_0", "Q4_1", "Q5_1", "Q8_0"])
+def test_a_step_in_one_native_call_computes_what_the_layers_compute(tmp_path: Path, kind: str) -> None:
+    file = make_gguf(make_checkpoint(tmp_path / "source"), tmp_path / "model.gguf", kind)
+    driver = Driver(file, num_blocks=64, dtype="float32", engine={"threads": 1})
+    tokens, model = torch.arange(2, 34), loaded(file)
+    driver.add(0, tokens.tolist())
+    driver.step({0: len(tokens)})
+    found = driver.finish(0).logits
+    with torch.inference_mode():
+        wanted = model.logits(model(tokens, torch.arange(32), attend))
+    got = torch.stack([found[place] for place in sorted(found)])
+    assert float((got - wanted[sorted(found)]).norm() / wanted.norm()) < 0.01
 
 
 def test_a_model_of_transformers_keeps_its_blocks(tmp_path: Path) -> None:

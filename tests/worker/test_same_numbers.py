@@ -21,12 +21,15 @@ from raylm.checkpoint import EMBEDDED
 from raylm.native import kernels
 from raylm.native.build import INSTRUCTION_SETS, offered
 from tests.checkpoints import make_checkpoint
+from tests.gguf_files import make_gguf
 from tests.worker.driver import Driver, random_prompt
 
 MODELS: dict[str, dict[str, Any]] = {  # heads that leave threads idle, odd sizes, windows, every kind of weights
     "llama": {"hidden_size": 96, "num_attention_heads": 6, "num_key_value_heads": 3, "head_dim": 16},
     "llama int8": {"quantization": "int8"},
     "llama int4": {"quantization": "int4"},
+    "llama Q4_1": {"kind": "Q4_1", "dtype": "float32"},
+    "qwen3 Q5_1": {"kind": "Q5_1", "dtype": "float32"},
     "llama bfloat16": {
         "dtype": "bfloat16",
         "hidden_size": 96,
@@ -39,6 +42,7 @@ MODELS: dict[str, dict[str, Any]] = {  # heads that leave threads idle, odd size
     "qwen2 bfloat16": {"dtype": "bfloat16", "use_sliding_window": True, "sliding_window": 77, "max_window_layers": 1},
 }
 _KNOBS = ("quantization", "dtype")
+_KIND = "kind"  # of the blocks of a GGUF file
 _SMOL = {"hidden_size": 576, "intermediate_size": 1536, "num_hidden_layers": 30, "num_attention_heads": 9}
 LARGER: dict[str, dict[str, Any]] = {  # the embedded model, and one of 135 M parameters
     "embedded": {},
@@ -56,9 +60,11 @@ def make(tmp_path_factory: pytest.TempPathFactory) -> Callable[..., Driver]:
     def checkpoint(name: str) -> Path:
         if name == "embedded":
             return EMBEDDED
-        overrides = {key: value for key, value in known[name].items() if key not in _KNOBS}
-        path = tmp_path_factory.mktemp(name.replace(" ", "-"))
-        return make_checkpoint(path, name.split()[0], tokenizer=False, max_position_embeddings=2048, **overrides)
+        overrides = {key: value for key, value in known[name].items() if key not in (*_KNOBS, _KIND)}
+        path, kind = tmp_path_factory.mktemp(name.replace(" ", "-")), known[name].get(_KIND)
+        sizes = {"max_position_embeddings": 2048, **overrides}
+        made = make_checkpoint(path, name.split()[0], tokenizer=kind is not None, **sizes)
+        return made if kind is None else make_gguf(made, path / "model.gguf", kind)
 
     def driver(name: str, threads: int, seed: int = 0) -> Driver:
         knobs = {key: known[name][key] for key in _KNOBS if key in known[name]}
