@@ -14,7 +14,7 @@ from raylm.cli.sessions import LONGEST_NAME, MARKER, PrivateFolder, mark, remove
 
 
 def session(folder: Path, name: str, *, ours: bool = True, ray: bool = True) -> Path:
-    path = folder / f"raylm-{name}"
+    path = folder / f"raylm-tests-{name}"  # no folder of a server beside the tests begins so
     (path / ("ray" if ray else "haproxy")).mkdir(parents=True)
     if ours:
         mark(path).close()
@@ -39,11 +39,11 @@ def test_ended_folders_of_ours_are_removed_but_for_the_last_ray(tmp_path: Path) 
     first, second = session(tmp_path, "z"), session(tmp_path, "y")
     others = session(tmp_path, "0", ours=False)
     third, last, haproxys = session(tmp_path, "x"), session(tmp_path, "b"), session(tmp_path, "c", ray=False)
-    assert remove_ended([str(tmp_path)]) == ["raylm-z", "raylm-y", "raylm-x", "raylm-c"]
+    assert remove_ended([str(tmp_path)]) == ["raylm-tests-z", "raylm-tests-y", "raylm-tests-x", "raylm-tests-c"]
     assert [path.exists() for path in (first, second, third, last, haproxys, others)] == [
         False, False, False, True, False, True,
     ]  # fmt: skip
-    assert remove_ended([str(tmp_path)], kept=0) == ["raylm-b"]
+    assert remove_ended([str(tmp_path)], kept=0) == ["raylm-tests-b"]
 
 
 def test_nobody_else_can_enter_a_private_folder(tmp_path: Path) -> None:
@@ -62,7 +62,7 @@ def test_a_session_in_use_stays(tmp_path: Path) -> None:
     path = session(tmp_path, "1")
     with mark(path):
         assert remove_ended([str(tmp_path)], kept=0) == []
-    assert remove_ended([str(tmp_path)], kept=0) == ["raylm-1"]
+    assert remove_ended([str(tmp_path)], kept=0) == ["raylm-tests-1"]
 
 
 def test_a_session_of_another_process_stays_until_that_is_killed(tmp_path: Path) -> None:
@@ -71,10 +71,10 @@ def test_a_session_of_another_process_stays_until_that_is_killed(tmp_path: Path)
         "import pathlib, sys; from raylm.cli.sessions import mark; m = mark(pathlib.Path(sys.argv[1])); "
         "print(1, flush=True); sys.stdin.read()"
     )
-    with running(sys.executable, "-c", code, f"{tmp_path}/./raylm-1"):
+    with running(sys.executable, "-c", code, f"{tmp_path}/./raylm-tests-1"):
         assert remove_ended([str(tmp_path)], kept=0) == []
         assert path.exists()
-    assert remove_ended([str(tmp_path)], kept=0) == ["raylm-1"]
+    assert remove_ended([str(tmp_path)], kept=0) == ["raylm-tests-1"]
 
 
 def test_a_session_that_a_raylet_still_uses_stays(tmp_path: Path) -> None:
