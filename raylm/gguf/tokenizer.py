@@ -89,7 +89,7 @@ def tokenizer_files(metadata: Metadata) -> dict[str, Any]:
         ConfigError: the vocabulary is damaged, or of a kind that is not served.
     """
     kind = metadata.text("tokenizer.ggml.model")
-    vocabulary = _respelled(_vocabulary(metadata)) if kind == "llama" else _vocabulary(metadata)
+    vocabulary = _vocabulary(metadata)
     build = _KINDS.get(kind)
     if build is None:
         what = f"the tokenizer {kind[:40]!r} of {metadata.file} is not served"
@@ -180,14 +180,6 @@ def _sentencepiece(vocabulary: _Vocabulary) -> tuple[Tokenizer, bool]:
     decoding: list[Any] = [decoders.Replace(_SPACE, " "), decoders.ByteFallback(), decoders.Fuse()]
     tokenizer.decoder = decoders.Sequence([*decoding, decoders.Strip(" ", 1, 0)] if prefix else decoding)
     return tokenizer, True
-
-
-def _respelled(vocabulary: _Vocabulary) -> _Vocabulary:
-    """With SentencePiece's sign in tokens of spaces alone, which files spell with spaces and count as their own."""
-    spaces = [bool(token) and not token.strip(" ") for token in vocabulary.tokens]
-    tokens = [token.replace(" ", _SPACE) if at else token for at, token in zip(spaces, vocabulary.tokens, strict=True)]
-    types = [_NORMAL if at else kind for at, kind in zip(spaces, vocabulary.types, strict=True)]
-    return replace(vocabulary, tokens=tokens, types=types)
 
 
 def _merges(vocabulary: _Vocabulary, vocab: dict[str, int]) -> list[tuple[str, str]]:
