@@ -217,6 +217,11 @@ class IngressConfig(Frozen):
     """SQLite file of stored and background responses, or the URL of a Postgres database, such as
     postgresql://USER@HOST:5432/DATABASE, which needs `raylm[postgres]`; ':memory:' keeps them in memory. By default a
     file with the name of the application in ~/.local/state/raylm (or XDG_STATE_HOME)."""
+    mcp_servers: tuple[Annotated[str, Field(pattern=r"^https?://[^\s/?#@%]+(/[^\s?#%]*)?$")], ...] = ()
+    """URLs of the MCP servers that responses may have called, such as https://example.com/mcp; a URL allows also those
+    below its path. With none, tools of kind mcp are refused. Needs `raylm[mcp]`."""
+    mcp_timeout_s: float = Field(60, gt=0, le=3600)
+    """Seconds in which an MCP server must list its tools, and answer a call."""
     recovery_timeout_s: float = Field(60, ge=0, le=3600)
     """Seconds that requests wait for a new engine when the last one was lost; should exceed the start of an engine.
 

@@ -97,6 +97,13 @@ class ConflictError(InvalidRequestError):
     code = "conflict"
 
 
+class McpServerError(InvalidRequestError):
+    """An MCP server that the request names did not do what the request needs."""
+
+    status = 424
+    code = "failed_dependency"
+
+
 class BodyTooLargeError(InvalidRequestError):
     status = 413
     code = "body_too_large"

@@ -254,6 +254,12 @@ class Request:
             raise InvalidRequestError(message, param=name)
         return replace(request, params=replace(params, max_tokens=most))
 
+    def expect_another(self) -> None:
+        """Let the request have one more prompt, after those before have ended. Its tokens are reserved anew."""
+        self._end_claims()
+        self._tokens_claimed = False
+        self._served, self._prompts, self._prompt_tokens = 0, 1, None
+
     @property
     def bounds_tokens(self) -> bool:
         """Whether the key has a limit of tokens. Then call ``claim_tokens`` before the first prompt is sent."""

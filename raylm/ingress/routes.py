@@ -45,6 +45,7 @@ from raylm.ingress.responses.conversations import (
     conversation_routes,
 )
 from raylm.ingress.responses.create import CreateResponse
+from raylm.ingress.responses.mcp.servers import McpServers
 from raylm.ingress.responses.routes import response_routes
 from raylm.ingress.responses.shared_store import open_store
 
@@ -143,7 +144,8 @@ def build_asgi_app(
     stream_ids = StreamIds(surroundings.secret)
     chat, adapters = ChatCompletions(async_llm, config, stream_ids), AdapterHandlers(async_llm)
     store = open_store(shared_actors or {}, config.ingress.store, surroundings.application)
-    responses = CreateResponse(async_llm, chat, store, requests, surroundings.secret)
+    servers = McpServers(config.ingress.mcp_servers, config.ingress.mcp_timeout_s)
+    responses = CreateResponse(async_llm, chat, store, requests, servers, surroundings.secret)
     conversations = Conversations(store, responses.histories)
     desk = Desk(async_llm, requests, surroundings.node)
     peers = surroundings.create_peers(desk)

@@ -32,19 +32,26 @@ ROOTS = [
 REQUESTS = ["CreateChatCompletionRequest", "CreateCompletionRequest", "CreateEmbeddingRequest", "CreateResponse"]
 # Of these unions only what a server of text alone sends; anything else it sends is a violation.
 SENT = {
-    "OutputItem": {"OutputMessage", "FunctionToolCall", "CustomToolCall", "ReasoningItem"},
+    "OutputItem": {
+        "OutputMessage", "FunctionToolCall", "CustomToolCall", "ReasoningItem", "MCPListTools", "MCPToolCall",
+        "MCPApprovalRequest",
+    },
     "ItemResource": {
         "InputMessageResource", "OutputMessage", "FunctionToolCallResource", "FunctionToolCallOutputResource",
         "CustomToolCallResource", "CustomToolCallOutputResource", "ReasoningItem", "CompactionBody",
+        "MCPListTools", "MCPToolCall", "MCPApprovalRequest", "MCPApprovalResponseResource",
     },
     "ConversationItem": {
         "Message", "FunctionToolCallResource", "FunctionToolCallOutputResource", "ReasoningItem", "CompactionBody",
-        "CustomToolCall", "CustomToolCallOutput",
+        "CustomToolCall", "CustomToolCallOutput", "MCPListTools", "MCPToolCall", "MCPApprovalRequest",
+        "MCPApprovalResponseResource",
     },
     "ItemField": {"CompactionBody"},
     "InputItem": {"EasyInputMessage"},
-    "Tool": {"FunctionTool", "CustomToolParam", "NamespaceToolParam"},
-    "ToolChoiceParam": {"ToolChoiceOptions", "ToolChoiceFunction", "ToolChoiceCustom", "ToolChoiceAllowed"},
+    "Tool": {"FunctionTool", "CustomToolParam", "NamespaceToolParam", "MCPTool"},
+    "ToolChoiceParam": {
+        "ToolChoiceOptions", "ToolChoiceFunction", "ToolChoiceCustom", "ToolChoiceAllowed", "ToolChoiceMCP",
+    },
     "InputContent": {"InputTextContent"},
     "ResponseStreamEvent": {
         "ResponseCreatedEvent", "ResponseQueuedEvent", "ResponseInProgressEvent", "ResponseCompletedEvent",
@@ -54,6 +61,9 @@ SENT = {
         "ResponseReasoningTextDoneEvent",
         "ResponseFunctionCallArgumentsDeltaEvent", "ResponseFunctionCallArgumentsDoneEvent",
         "ResponseCustomToolCallInputDeltaEvent", "ResponseCustomToolCallInputDoneEvent",
+        "ResponseMCPListToolsInProgressEvent", "ResponseMCPListToolsCompletedEvent",
+        "ResponseMCPCallInProgressEvent", "ResponseMCPCallArgumentsDeltaEvent", "ResponseMCPCallArgumentsDoneEvent",
+        "ResponseMCPCallCompletedEvent", "ResponseMCPCallFailedEvent",
     },
 }  # fmt: skip
 PROSE = {"description", "example", "examples", "title", "deprecated", "discriminator"}

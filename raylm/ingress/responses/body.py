@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from functools import cached_property
+from collections.abc import Iterator, Mapping
 from typing import Annotated, Any, ClassVar, Literal
 
 from pydantic import AfterValidator, Field, model_validator
@@ -15,7 +14,8 @@ from raylm.ingress.openai.fields import MAX_FIELDS, NumLogprobs, OneOf, StrictPa
 from raylm.ingress.openai.generation import SamplingBody
 from raylm.ingress.openai.messages import MAX_TOOLS
 from raylm.ingress.responses.input import Input
-from raylm.ingress.responses.tools import CallableTool, Tool, ToolChoice, callables, chosen
+from raylm.ingress.responses.mcp.tools import McpTool
+from raylm.ingress.responses.tools import CallableTool, Tool, ToolChoice
 
 _LOGPROBS = "message.output_text.logprobs"
 _SEALED_REASONING = "reasoning.encrypted_content"
@@ -77,7 +77,7 @@ class ResponsesRequest(SamplingBody):
 
     ``metadata``, ``user``, ``safety_identifier`` and ``prompt_cache_key`` have no effect, as OpenAI defines them, and
     ``client_metadata``, in which Codex describes itself, has none.
-    ``max_tool_calls`` limits the calls of tools that the server runs; this server runs none.
+    ``max_tool_calls`` limits the calls of tools of MCP servers.
     """
 
     unserved: ClassVar[frozenset[str]] = frozenset({
@@ -129,6 +129,11 @@ class ResponsesRequest(SamplingBody):
             raise refuse("it needs 'store', because the answer is fetched later", at="background")
         if self.conversation is not None and self.previous_response_id is not None:
             raise refuse("it cannot be used together with 'previous_response_id'", at="conversation")
+        labels = [server["server_label"] for _, server in self.servers()]
+        for place, label in enumerate(labels):
+            if label in labels[:place]:
+                path, _ = list(self.servers())[place]
+                raise refuse(f"there is another MCP server '{label}'", at=f"{path}.server_label")
         if not {_LOGPROBS, _SEALED_REASONING}.issuperset(self.include or ()):
             raise refuse(f"only {_LOGPROBS} and {_SEALED_REASONING} are supported.", at="include", served=False)
         return self
@@ -145,22 +150,24 @@ class ResponsesRequest(SamplingBody):
     def with_sealed_reasoning(self) -> bool:
         return _SEALED_REASONING in (self.include or ())
 
-    @cached_property
-    def callable_tools(self) -> tuple[list[CallableTool], JSONObject | str | None]:
-        """The tools that the model may call, and a chat completion's ``tool_choice``.
+    def servers(self) -> Iterator[tuple[str, McpTool]]:
+        """The tools of kind mcp, and their paths in the body."""
+        for place, tool in enumerate(self.tools or ()):
+            if tool["type"] == "mcp":
+                yield f"tools[{place}]", tool
 
-        Raises:
-            InvalidRequestError: two tools have one name, or an allowed tool is not among the tools.
-        """
-        return chosen(self.tool_choice, callables(self.tools))
-
-    def as_chat(self, messages: list[JSONObject]) -> ChatCompletionRequest:
+    def as_chat(
+        self,
+        messages: list[JSONObject],
+        tools: list[CallableTool],
+        tool_choice: JSONObject | str | None,
+        max_tokens: int | None,
+    ) -> ChatCompletionRequest:
         """The chat completion over ``messages``. Its errors have a chat completion's names of fields (PARAM_NAMES)."""
         body = {name: getattr(self, name) for name in (*SamplingBody.model_fields, *_SAME_NAME)}
-        body |= {"messages": messages, "max_completion_tokens": self.max_output_tokens}
+        body |= {"messages": messages, "max_completion_tokens": max_tokens, "tool_choice": tool_choice}
         if self.with_logprobs:
             body |= {"logprobs": True, "top_logprobs": self.top_logprobs or 0}
-        tools, body["tool_choice"] = self.callable_tools
         body["tools"] = [tool.as_function() for tool in tools] or None
         if self.text is not None and (form := self.text.format) is not None:
             body["response_format"] = _nested(form, "json_schema") if form.get("type") == "json_schema" else form

@@ -27,21 +27,21 @@ from raylm.ingress.http.body import JSONObject
 from raylm.ingress.http.endpoint import Answer, Chunks
 from raylm.ingress.http.errors import as_known_error, logger
 from raylm.ingress.http.sse import WAITING, named_event
-from raylm.ingress.http.stream_ids import NOTHING, OPEN, UNRESUMABLE, StreamId
 from raylm.ingress.openai.chat import ChatCompletions
-from raylm.ingress.openai.fields import renamed
 from raylm.ingress.openai.generation import check_model
 from raylm.ingress.openai.logprobs import TokenTexts
-from raylm.ingress.responses.body import PARAM_NAMES, ResponsesRequest
+from raylm.ingress.responses.body import ResponsesRequest
 from raylm.ingress.responses.caller import Caller
 from raylm.ingress.responses.compact import CompactRequest
 from raylm.ingress.responses.conversation_store import Turn
 from raylm.ingress.responses.history import Given, Histories, turn_of
-from raylm.ingress.responses.input import chat_messages, item_id
-from raylm.ingress.responses.job import Events, ResponseItems, ResponseJob
+from raylm.ingress.responses.input import item_id
+from raylm.ingress.responses.items import Events, ResponseItems
+from raylm.ingress.responses.job import ResponseJob
+from raylm.ingress.responses.mcp.rounds import Rounds, Surrounding
+from raylm.ingress.responses.mcp.servers import McpServers
 from raylm.ingress.responses.sealing import Seal
 from raylm.ingress.responses.store import LEASE_S, UNFINISHED, LostJob, ResponseStore, ToldEvents
-from raylm.ingress.responses.tools import paths_of_tools
 from raylm.stages import about
 
 if TYPE_CHECKING:
@@ -63,10 +63,11 @@ class CreateResponse:
         conversations: ChatCompletions,
         store: ResponseStore,
         requests: Requests,
+        servers: McpServers,
         secret: bytes | None = None,
     ) -> None:
         self._llm = llm
-        self._conversations = conversations
+        self._around = Surrounding(conversations, servers, store)
         self._store = store
         self._requests = requests
         self._seal = Seal(secret)
@@ -79,8 +80,7 @@ class CreateResponse:
         owner = request.arrival.key_name
         check_model(body.model, self._llm)
         response_id, given = await self.histories.given(body, owner)
-        begun = StreamId(b"-", response_id.encode(), [NOTHING]) if body.background else UNRESUMABLE
-        job, outputs = await self._start(request, response_id, body, given, owner, int(time.time()), begun)
+        job, outputs = await self._start(request, response_id, body, given, owner)
         if body.background:
             return await self._in_background(job, outputs, given, body, request)
         if body.stream:
@@ -97,7 +97,7 @@ class CreateResponse:
         check_model(asked.model, self._llm)
         body = await asked.as_response()
         response_id, given = await self.histories.given(body, owner)
-        job, outputs = await self._start(request, response_id, body, given, owner, int(time.time()), UNRESUMABLE)
+        job, outputs = await self._start(request, response_id, body, given, owner)
         async with aclosing(job.events(outputs)) as events:
             async for _ in events:
                 pass
@@ -132,29 +132,36 @@ class CreateResponse:
         body: ResponsesRequest,
         given: Given,
         owner: str,
-        created_at: int,
-        stream_id: StreamId,
-    ) -> tuple[ResponseJob, Outputs]:
-        """Start a response. Returns the job and its outputs; ``stream_id`` encodes the tokens sent before."""
-        items = given.all
-        head = [{"role": "system", "content": body.instructions}] if body.instructions else []
-        tools, _ = body.callable_tools
-        with renamed(PARAM_NAMES), paths_of_tools(tools):
-            chat = await offload(lambda: body.as_chat(head + chat_messages(items)), len(items))
-            if body.truncation == "auto":
-                chat = await self._conversations.fit(chat, body.max_output_tokens or 1)
-            params, outputs = await self._conversations.start(
-                chat, request, response_id, time.time(), stream_id=stream_id
-            )
+        lost: JSONObject | None = None,
+        told: int | None = None,
+    ) -> tuple[ResponseJob, Outputs | None]:
+        """Start a response, or continue one whose record is ``lost``, of whose tokens ``told`` were sent.
+
+        Returns the job and its outputs, None if it begins with calls of MCP servers.
+        """
+        checkpoint = {} if lost is None else lost.get("checkpoint") or {}
+        rounds = Rounds(self._around, request, response_id, body, given, owner)
+        await rounds.open(checkpoint.get("lists"))
+        number, calls, spent = (checkpoint.get(name, 0) for name in ("number", "calls", "tokens"))
+        made, outputs = checkpoint.get("items", []), None
+        if checkpoint.get("pending") or (rounds.approved and not made):
+            params = (await rounds.chat(made, number, calls, spent)).params(self._llm.sampling_defaults)
+        else:
+            told = None if told is None else told - spent
+            params, outputs = await rounds.start(made, number, calls, spent, told)
         seal = partial(self._seal.close, owner=owner) if body.with_sealed_reasoning else None
-        by_name = {tool.function_name: tool for tool in tools}
-        shown = ResponseItems(response_id, self._tokens, by_name, with_logprobs=body.with_logprobs, seal=seal)
-        return ResponseJob(response_id, owner, body, params, shown, created_at), outputs
+        items = ResponseItems(response_id, self._tokens, rounds.by_name, with_logprobs=body.with_logprobs, seal=seal)
+        created_at = int(time.time()) if lost is None else lost["response"]["created_at"]
+        job = ResponseJob(response_id, owner, body, params, items, created_at, rounds)
+        if "items" in checkpoint:
+            job.restore(checkpoint)
+        return job, outputs
 
     async def _record(self, job: ResponseJob, items: list[JSONObject]) -> bytes:
         response = job.response()
+        more = {} if job.done else {"checkpoint": job.checkpoint()}
         return await offload(
-            lambda: orjson.dumps({"input": items, "response": response, "streamed": job.is_streamed}),
+            lambda: orjson.dumps({"input": items, "response": response, "streamed": job.is_streamed} | more),
             len(items) + len(response["output"]),
         )
 
@@ -180,7 +187,7 @@ class CreateResponse:
             return None
         return await turn_of(conversation["id"], items + response["output"])
 
-    async def _stream(self, job: ResponseJob, outputs: Outputs, items: list[JSONObject]) -> Chunks:
+    async def _stream(self, job: ResponseJob, outputs: Outputs | None, items: list[JSONObject]) -> Chunks:
         numbers = count()
         async with aclosing(job.events(outputs)) as happened:
             async for events in happened:
@@ -193,7 +200,7 @@ class CreateResponse:
                     yield b"".join(named_event(event | {"sequence_number": next(numbers)}) for event in events)
 
     async def _in_background(
-        self, job: ResponseJob, outputs: Outputs, given: Given, body: ResponsesRequest, request: Request
+        self, job: ResponseJob, outputs: Outputs | None, given: Given, body: ResponsesRequest, request: Request
     ) -> Answer:
         """Answer at once. The response can be fetched, followed and cancelled during generation and later.
 
@@ -251,12 +258,12 @@ class CreateResponse:
                 body = await ResponsesRequest.read(asked["body"])
                 request.record.note_body(body.model, body.stream)
                 check_model(body.model, self._llm)
-                resumed = StreamId(b"-", lost.response_id.encode(), [OPEN + lost.tokens if begun else NOTHING])
                 before = asked.get("before")
                 given = Given(
                     asked["items"], await self.histories.before(body, lost.owner) if before is None else before
                 )
-                started = self._start(request, lost.response_id, body, given, lost.owner, job["created_at"], resumed)
+                sent = lost.tokens if begun else None
+                started = self._start(request, lost.response_id, body, given, lost.owner, record, sent)
                 made, outputs = await started
         except (EngineUnavailableError, OverloadedError):
             await self._release(lost.response_id)
@@ -277,7 +284,13 @@ class CreateResponse:
         await self._make(made, outputs, asked["items"], request, begun=begun)
 
     async def _make(
-        self, job: ResponseJob, outputs: Outputs, items: list[JSONObject], request: Request, *, begun: bool = False
+        self,
+        job: ResponseJob,
+        outputs: Outputs | None,
+        items: list[JSONObject],
+        request: Request,
+        *,
+        begun: bool = False,
     ) -> None:
         making = asyncio.create_task(self._run(job, outputs, items, request, begun))
         cancelled = asyncio.create_task(self._until_cancelled(job))
@@ -304,7 +317,7 @@ class CreateResponse:
             await asyncio.sleep(_RENEW_S)
 
     async def _run(
-        self, job: ResponseJob, outputs: Outputs, items: list[JSONObject], request: Request, begun: bool
+        self, job: ResponseJob, outputs: Outputs | None, items: list[JSONObject], request: Request, begun: bool
     ) -> None:
         try:
             with request.working():
@@ -321,11 +334,11 @@ class CreateResponse:
             job.fail(error)
             await self._put(job, items, job.told_as("failed"))
 
-    async def _tell(self, job: ResponseJob, outputs: Outputs, items: list[JSONObject], begun: bool) -> None:
+    async def _tell(self, job: ResponseJob, outputs: Outputs | None, items: list[JSONObject], begun: bool) -> None:
         async with aclosing(job.events(outputs, begun=begun)) as happened:
             async for events in happened:
-                if job.done or not begun:
-                    begun = True
+                if job.done or not begun or job.at_checkpoint:
+                    begun, job.at_checkpoint = True, False
                     await self._put(job, items, events)
                 elif events and job.is_streamed:
                     told = _told(events, job.last, job.tokens)

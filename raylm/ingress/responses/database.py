@@ -181,7 +181,13 @@ _CONVERSATIONS: tuple[str | Trigger, ...] = (
         "conversation_items",
     ),
 )
-MIGRATIONS: tuple[tuple[str | Trigger, ...], ...] = (_TABLES, _COUNTS, _CONVERSATIONS)
+# Calls of MCP servers that were begun, so that none is made twice.
+_CALLS: tuple[str | Trigger, ...] = (
+    "CREATE TABLE calls ("
+    " owner TEXT NOT NULL, id TEXT NOT NULL, made REAL NOT NULL, PRIMARY KEY (owner, id)) WITHOUT ROWID",
+    "CREATE INDEX calls_by_age ON calls (made)",
+)
+MIGRATIONS: tuple[tuple[str | Trigger, ...], ...] = (_TABLES, _COUNTS, _CONVERSATIONS, _CALLS)
 """Statements that create each schema version from the previous one, in the words of SQLite."""
 
 

@@ -11,7 +11,7 @@ from pydantic import Field
 from typing_extensions import TypedDict
 
 from raylm.ingress.http.body import JSONObject
-from raylm.ingress.openai.fields import OneOf, past, wrong
+from raylm.ingress.openai.fields import OneOf, past, without_others, wrong
 from raylm.ingress.responses.tools import arguments_of, function_name
 
 MAX_ITEMS = 4096
@@ -22,11 +22,18 @@ SUMMARIZE = (
 """The user's message that a summary answers."""
 _PREFIXES = {
     "message": "msg", "function_call": "fc", "function_call_output": "fco", "custom_tool_call": "ctc",
-    "custom_tool_call_output": "ctco", "reasoning": "rs", "compaction": "cmp",
+    "custom_tool_call_output": "ctco", "reasoning": "rs", "compaction": "cmp", "mcp_list_tools": "mcpl",
+    "mcp_call": "mcp", "mcp_approval_request": "mcpr", "mcp_approval_response": "mcpa",
 }  # fmt: skip
 CALLS = {"function_call": "arguments", "custom_tool_call": "input"}
 """The types of calls, and the field with what the tool is given."""
 _OUTPUTS = ("function_call_output", "custom_tool_call_output")
+_MCP_FIELDS = {
+    "mcp_list_tools": ("server_label", "tools"),
+    "mcp_call": ("server_label", "name", "arguments", "output", "error", "approval_request_id"),
+    "mcp_approval_request": ("server_label", "name", "arguments"),
+    "mcp_approval_response": ("approval_request_id", "approve", "reason"),
+}
 _ITEM_ID = re.compile(r"[a-z]+_([0-9a-f]{32})[io][0-9]{1,6}")
 _REFERENCE = "item_reference"
 
@@ -109,6 +116,53 @@ class CompactionItem(_Item):
     encrypted_content: str
 
 
+@past("input[].tools[]")
+class ListedTool(TypedDict):
+    name: str
+    description: NotRequired[str | None]
+    input_schema: dict[str, Any]
+    annotations: NotRequired[dict[str, Any] | None]
+
+
+@past("input[]")
+class McpListItem(TypedDict):
+    """The tools of an MCP server, which is not asked again for them."""
+
+    type: Literal["mcp_list_tools"]
+    id: NotRequired[str | None]
+    server_label: str
+    tools: Annotated[list[Annotated[ListedTool, without_others(ListedTool)]], Field(max_length=1024, fail_fast=True)]
+    error: NotRequired[Ignored]
+
+
+@past("input[]")
+class McpCallItem(_Item):
+    type: Literal["mcp_call"]
+    server_label: str
+    name: str
+    arguments: str
+    output: NotRequired[str | None]
+    error: NotRequired[Any]
+    approval_request_id: NotRequired[str | None]
+
+
+@past("input[]")
+class McpApprovalRequestItem(_Item):
+    type: Literal["mcp_approval_request"]
+    server_label: str
+    name: str
+    arguments: str
+
+
+@past("input[]")
+class McpApprovalResponseItem(_Item):
+    type: Literal["mcp_approval_response"]
+    approval_request_id: str
+    approve: bool
+    reason: NotRequired[str | None]
+    request_id: NotRequired[Ignored]
+
+
 @past("input[]")
 class ItemReference(TypedDict):
     """A reference to an item of a stored response of the same key, in its output or input."""
@@ -133,6 +187,10 @@ Item = Annotated[
     | ToolOutputItem
     | ReasoningItem
     | CompactionItem
+    | McpListItem
+    | McpCallItem
+    | McpApprovalRequestItem
+    | McpApprovalResponseItem
     | ItemReference,
     _OneItem(_UNKNOWN_ITEM, key="type", served=False, default="message"),
 ]
@@ -187,6 +245,8 @@ def _listed(item: Any, response_id: str, place: int, unseal: Callable[[str], str
         return head | {name: item[name] for name in fields if item.get(name) is not None}
     if kind in _OUTPUTS:
         return head | {"call_id": item["call_id"], "output": _joined(_parts(item["output"], "input_text"))}
+    if kind in _MCP_FIELDS:
+        return mcp_item(kind, item, head["id"])
     if kind == "compaction":
         sealed = item["encrypted_content"]
         if (summary := unseal(sealed)) is None:
@@ -200,6 +260,16 @@ def _listed(item: Any, response_id: str, place: int, unseal: Callable[[str], str
             rule = "it was not encrypted by this server for this API key; remove the reasoning"
             raise wrong(f"input[{place}].encrypted_content", rule)
     return head | {"content": _parts(content, "reasoning_text")} if content else head
+
+
+def mcp_item(kind: str, given: Mapping[str, Any], item_id: str) -> JSONObject:
+    """An item of MCP in the form of lists of items."""
+    item = {"id": item_id, "type": kind} | {name: given.get(name) for name in _MCP_FIELDS[kind]}
+    if kind == "mcp_call":
+        item["status"] = "failed" if item["error"] is not None else "completed"
+    elif kind == "mcp_approval_response":
+        item["request_id"] = given["approval_request_id"]
+    return item
 
 
 def _parts(content: str | Iterable[TextPart | RefusalPart], kind: str) -> list[JSONObject]:
@@ -218,8 +288,11 @@ def text_part(kind: str, text: str, logprobs: Iterable[JSONObject] = ()) -> JSON
 def chat_messages(items: list[JSONObject]) -> list[JSONObject]:
     """Convert checked items to chat messages. Successive reasoning, text and calls form one assistant message."""
     messages: list[JSONObject] = []
+    asked = {item["id"]: item for item in items if item["type"] == "mcp_approval_request"}
     for item in items:
-        if item["type"] in _OUTPUTS:
+        if item["type"] in _MCP_FIELDS:
+            messages += _mcp_messages(item, asked, messages)
+        elif item["type"] in _OUTPUTS:
             messages.append({"role": "tool", "tool_call_id": item["call_id"], "content": item["output"]})
         elif item["type"] == "compaction":
             messages.append({"role": "user", "content": SUMMARIZE})
@@ -229,6 +302,35 @@ def chat_messages(items: list[JSONObject]) -> list[JSONObject]:
         else:
             _add_to_turn(messages, item)
     return messages
+
+
+def _mcp_messages(item: JSONObject, asked: Mapping[str, JSONObject], messages: list[JSONObject]) -> list[JSONObject]:
+    """The result of a call that was made, or refused by the client. The call joins the assistant's turn."""
+    if item["type"] == "mcp_call":
+        call, result = item, call_result(item)
+    elif item["type"] == "mcp_approval_response" and not item["approve"] and item["approval_request_id"] in asked:
+        call = asked[item["approval_request_id"]]
+        result = "The user did not approve this call." + (f" {reason}" if (reason := item.get("reason")) else "")
+    else:
+        return []
+    function = {"name": function_name(call["name"], call["server_label"]), "arguments": call["arguments"]}
+    turn = messages[-1] if messages and messages[-1]["role"] == "assistant" else None
+    if turn is None or turn.get("tool_calls"):
+        turn = {"role": "assistant", "content": ""}
+        messages.append(turn)
+    turn["tool_calls"] = [{"id": call["id"], "type": "function", "function": function}]
+    return [{"role": "tool", "tool_call_id": call["id"], "content": result}]
+
+
+def call_result(item: JSONObject) -> str:
+    """What the model reads of a call of an MCP server."""
+    error = item.get("error")
+    if error is None:
+        return item.get("output") or ""
+    if not isinstance(error, dict):
+        return f"Error: {error}"
+    texts = [part.get("text", "") for part in error.get("content") or () if isinstance(part, dict)]
+    return f"Error: {error.get('message') or ' '.join(texts)}"
 
 
 def _add_to_turn(messages: list[JSONObject], item: JSONObject) -> None:

@@ -1,9 +1,9 @@
-"""ResponseJob: the state and events of one response during generation. ResponseItems: its output items."""
+"""ResponseJob: the state and events of one response during generation."""
 
 from __future__ import annotations
 
 import time
-from collections.abc import AsyncGenerator, Callable, Mapping
+from collections.abc import AsyncGenerator
 from contextlib import aclosing
 from typing import TYPE_CHECKING
 
@@ -11,19 +11,16 @@ from raylm.errors import CancelledRequestError, RayLMError
 from raylm.ingress.http.body import JSONObject
 from raylm.ingress.http.errors import as_known_error
 from raylm.ingress.openai.fields import renamed
-from raylm.ingress.openai.logprobs import TokenTexts, chat_logprobs
 from raylm.ingress.openai.outputs import Usage
 from raylm.ingress.responses.body import PARAM_NAMES, ResponsesRequest
-from raylm.ingress.responses.input import CALLS, item_id, made_call_id, text_part
-from raylm.ingress.responses.tools import CallableTool, shown, text_of
+from raylm.ingress.responses.items import Events, ResponseItems
+from raylm.ingress.responses.tools import shown
 from raylm.params import SamplingParams
 
 if TYPE_CHECKING:
-    from raylm.frontend import CompletionDelta, RequestOutput
+    from raylm.frontend import RequestOutput
     from raylm.ingress.openai.outputs import Outputs
-
-
-Events = list[JSONObject]
+    from raylm.ingress.responses.mcp.rounds import Rounds
 
 
 class ResponseJob:
@@ -31,7 +28,8 @@ class ResponseJob:
 
     The response is ``stored`` unless its client disables that, or the store failed. ``owner`` is the name of its key.
     ``tokens`` counts the tokens of the answer read so far. Tokens of earlier events are read again without events.
-    ``last`` is the number of the newest event of a background response.
+    ``last`` is the number of the newest event of a background response. ``at_checkpoint`` is set when there is a new
+    ``checkpoint``, from which another maker can go on.
     """
 
     def __init__(
@@ -42,6 +40,7 @@ class ResponseJob:
         params: SamplingParams,
         items: ResponseItems,
         created_at: int,
+        rounds: Rounds,
     ) -> None:
         self.id = response_id
         self.owner = owner
@@ -56,6 +55,11 @@ class ResponseJob:
         self._completed_at: int | None = None
         self._usage = Usage()
         self._error: RayLMError | None = None
+        self._rounds = rounds
+        self._number = 0  # of the round: a sequence, and the calls after it
+        self._calls = 0
+        self._checkpoint: JSONObject = {"lists": rounds.lists}
+        self.at_checkpoint = False
 
     @property
     def is_streamed(self) -> bool:
@@ -89,9 +93,23 @@ class ResponseJob:
             "total_tokens": usage.prompt_tokens + usage.completion_tokens,
         }
 
-    async def events(self, outputs: Outputs, *, begun: bool = False) -> AsyncGenerator[Events, None]:
-        """Read the sequence to its end. Each item has the events since the previous item.
+    def checkpoint(self) -> JSONObject:
+        """Where another maker goes on: after the calls so far, with the tokens that were read until then."""
+        return self._checkpoint
 
+    def restore(self, checkpoint: JSONObject) -> None:
+        """Go on from the ``checkpoint`` of a job that was lost."""
+        self._checkpoint = checkpoint
+        self.items.items, self.items.pending = list(checkpoint["items"]), list(checkpoint["pending"])
+        self.items.waits = checkpoint["waits"]
+        self._number, self._calls = checkpoint["number"], checkpoint["calls"]
+        self.tokens = checkpoint["tokens"]
+        self._usage = Usage(*checkpoint["usage"])
+
+    async def events(self, outputs: Outputs | None, *, begun: bool = False) -> AsyncGenerator[Events, None]:
+        """Read the sequence to its end, and those that follow the calls of MCP servers.
+
+        Each item has the events since the previous item. Without ``outputs`` calls are made before the first sequence.
         For a response that was ``begun`` before, earlier events are not repeated. ``response.created`` is omitted if an
         event was stored before.
 
@@ -100,20 +118,91 @@ class ResponseJob:
             CancelledRequestError: an operator ended a background response.
         """
         try:
-            async with aclosing(outputs):
-                with renamed(PARAM_NAMES):
-                    output = await anext(outputs)
-                self.status = "in_progress"
-                kinds = [] if begun else ["in_progress"] if self.last >= 0 else ["created", "in_progress"]
-                yield self.told_as(*kinds) + self._take(output)
-                async for output in outputs:
-                    yield self._take(output)
-            self._usage.check_finished()
+            if outputs is None:
+                yield self._open(begun)
+            while not self.done:
+                if outputs is not None:
+                    async with aclosing(self._read(outputs, begun)) as generated:
+                        async for events in generated:
+                            yield events
+                outputs, begun = None, True
+                async with aclosing(self._make_calls()) as called:
+                    async for events in called:
+                        yield events
+                if not self.done:
+                    _, outputs = await self._rounds.start(
+                        self.items.items, self._number, self._calls, self._usage.completion_tokens
+                    )
         except Exception as error:
             if self.status == "queued" or (self._body.background and isinstance(error, CancelledRequestError)):
                 raise
             self.fail(error)
             yield self.told_as("failed")
+
+    async def _read(self, outputs: Outputs, begun: bool) -> AsyncGenerator[Events, None]:
+        async with aclosing(outputs):
+            with renamed(PARAM_NAMES):
+                output = await anext(outputs)
+            opening = self._open(begun)
+            yield opening + self._take(output)
+            async for output in outputs:
+                yield self._take(output)
+        self._usage.check_finished()
+
+    async def _make_calls(self) -> AsyncGenerator[Events, None]:
+        """Make the calls of MCP servers that the model asked for. Then the response is done, or a round begins."""
+        while self.items.pending:
+            self._calls += 1
+            outcome = await self._rounds.call(self.items.items[self.items.pending[0]], self._calls)
+            events = self.items.end_call(outcome.output, outcome.error)
+            if not self.items.pending:
+                events += self._end_round()
+            self._mark()
+            yield events
+
+    def _end_round(self) -> Events:
+        most = self._body.max_output_tokens
+        is_spent = most is not None and self._usage.completion_tokens >= most
+        if self.items.waits or is_spent:
+            return self._finish("completed" if self.items.waits else "incomplete")
+        if self._usage.unfinished == 0:  # else the calls were approved, and the first sequence begins now
+            self._number += 1
+            self._usage = Usage(1, *self._counts()[1:])
+        self.items.waits = False
+        return []
+
+    def _counts(self) -> tuple[int, int, int, int, int]:
+        """In the order of the fields of Usage."""
+        usage = self._usage
+        cached, reasoning = usage.cached_tokens, usage.reasoning_tokens
+        return usage.unfinished, usage.prompt_tokens, usage.completion_tokens, cached, reasoning
+
+    def _mark(self) -> None:
+        """Set the checkpoint here."""
+        self._checkpoint = {
+            "number": self._number,
+            "tokens": self.tokens,
+            "calls": self._calls,
+            "items": [dict(item) for item in self.items.items],
+            "pending": list(self.items.pending),
+            "waits": self.items.waits,
+            "usage": self._counts(),
+            "lists": self._checkpoint["lists"],
+        }
+        self.at_checkpoint = True
+
+    def _open(self, begun: bool) -> Events:
+        """The events with which a response begins, if they are not told yet."""
+        kinds = [] if begun else ["in_progress"] if self.last >= 0 else ["created", "in_progress"]
+        is_first = self.status == "queued" and not self.items.items
+        self.status = "in_progress"
+        told, opening = self.told_as(*kinds), []
+        if is_first:
+            for label, tools in self._checkpoint["lists"]:
+                opening += self.items.add_list(label, tools)
+            for asked in self._rounds.approved:
+                opening += self.items.add_approved(asked)
+        return [] if begun else told + opening
 
     def told_as(self, *kinds: str) -> Events:
         """Events with the whole response in its current state."""
@@ -135,12 +224,23 @@ class ResponseJob:
             self.tokens += len(delta.token_ids)
             news = self.items.add(delta)
             events += [] if delta.told else news
-            if delta.finish_reason is not None:
-                self.status = "incomplete" if delta.finish_reason == "length" else "completed"
-                self._completed_at = int(time.time()) if self.status == "completed" else None
-                events += self.items.finish(self.status)
-                events += self.told_as(self.status)
+            if delta.finish_reason is None:
+                continue
+            if delta.finish_reason == "length":
+                events += self._finish("incomplete")
+            else:
+                closed = self.items.end_round()
+                if self.items.pending:
+                    events += closed
+                    self._mark()
+                else:
+                    events += closed + self._finish("completed")
         return events
+
+    def _finish(self, status: str) -> Events:
+        self.status = status
+        self._completed_at = int(time.time()) if status == "completed" else None
+        return self.items.finish(status) + self.told_as(status)
 
     def _as_asked(self) -> JSONObject:
         """The fields of the request, with the defaults that were applied."""
@@ -174,132 +274,3 @@ class ResponseJob:
                 "truncation": body.truncation or "disabled",
             }
         )
-
-
-# The first content of an item, besides its id, type and status.
-_EMPTY: dict[str, JSONObject] = {
-    "reasoning": {"summary": []},
-    "message": {"role": "assistant", "content": []},
-    "function_call": {"call_id": "", "name": "", "arguments": ""},
-    "custom_tool_call": {"call_id": "", "name": "", "input": ""},
-}
-# The names, in events, of the growing content of an item: the arguments of a call, or its single part.
-_PIECES = {
-    "reasoning": "reasoning_text", "message": "output_text", "function_call": "function_call_arguments",
-    "custom_tool_call": "custom_tool_call_input",
-}  # fmt: skip
-
-
-class ResponseItems:
-    """Builds items of reasoning, text and calls. An item is opened, extended, and closed before the next.
-
-    ``items`` are updated when they are closed. Their ids are the same if a response is generated again. Events have no
-    sequence_number; the sender adds it. With ``seal`` reasoning also has encrypted content. ``tools`` are those of the
-    request, by the names of their functions.
-    """
-
-    def __init__(
-        self,
-        response_id: str,
-        tokens: TokenTexts,
-        tools: Mapping[str, CallableTool],
-        *,
-        with_logprobs: bool,
-        seal: Callable[[str], str] | None = None,
-    ) -> None:
-        self._response_id = response_id
-        self._seal = seal
-        self.items: list[JSONObject] = []
-        self._tokens = tokens
-        self._tools = tools
-        self._with_logprobs = with_logprobs
-        self._kind: str | None = None  # of the open item, which is the last one
-        self._pieces: list[str] = []
-        self._logprobs: list[JSONObject] = []
-        self._call = -1
-
-    def add(self, delta: CompletionDelta) -> Events:
-        events: Events = []
-        for kind, text in (("reasoning", delta.reasoning), ("message", delta.text)):
-            if text:
-                events += [] if self._kind == kind else self._open(kind)
-                events.append(self._grow(text, delta))
-        for call in delta.tool_calls or ():
-            if call.index != self._call:
-                self._call = call.index
-                events += self._open_call(made_call_id(self._response_id, call.index), call.name or "")
-            if call.arguments and self._kind == "custom_tool_call":
-                self._pieces.append(call.arguments)  # JSON, whose text is sent when it is complete
-            elif call.arguments:
-                events.append(self._grow(call.arguments, delta))
-        return events
-
-    def finish(self, status: str) -> Events:
-        """Close the open item as ``completed`` or ``incomplete``. An empty answer gets an empty message."""
-        return ([] if self.items else self._open("message")) + self._close(status)
-
-    def _open_call(self, call_id: str, function: str) -> Events:
-        tool = self._tools.get(function)
-        if tool is None:
-            return self._open("function_call", call_id=call_id, name=function)
-        named = {"name": tool.tool["name"]} | ({} if tool.namespace is None else {"namespace": tool.namespace})
-        return self._open("custom_tool_call" if tool.is_custom else "function_call", call_id=call_id, **named)
-
-    def _open(self, kind: str, **fields: str) -> Events:
-        events = self._close("completed")
-        self._kind, self._pieces, self._logprobs = kind, [], []
-        made = item_id(kind, self._response_id, len(self.items))
-        item = {"id": made, "type": kind, "status": "in_progress"} | _EMPTY[kind] | fields
-        self.items.append(item)
-        events.append({"type": "response.output_item.added", "output_index": len(self.items) - 1, "item": dict(item)})
-        if kind not in CALLS:
-            events.append(self._event("content_part.added", part=text_part(_PIECES[kind], "")))
-        return events
-
-    def _grow(self, piece: str, delta: CompletionDelta) -> JSONObject:
-        assert self._kind is not None
-        self._pieces.append(piece)
-        event = self._event(f"{_PIECES[self._kind]}.delta", delta=piece)
-        if self._kind == "message":
-            entries = (delta.text_logprobs or ()) if self._with_logprobs else ()
-            logprobs = list(chat_logprobs(entries, self._tokens)["content"].values)
-            self._logprobs += logprobs
-            event["logprobs"] = _without_bytes(logprobs)
-        return event
-
-    def _close(self, status: str) -> Events:
-        if self._kind is None:
-            return []
-        item, text, piece = self.items[-1], "".join(self._pieces), _PIECES[self._kind]
-        if self._kind == "function_call":
-            item["arguments"] = text
-            events = [self._event(f"{piece}.done", name=item["name"], arguments=text)]
-        elif self._kind == "custom_tool_call":
-            item["input"] = text = text_of(text)
-            events = [self._event(f"{piece}.delta", delta=text)] if text else []
-            events.append(self._event(f"{piece}.done", input=text))
-        else:
-            part = text_part(piece, text, self._logprobs)
-            item["content"] = [part]
-            if self._kind == "reasoning" and self._seal is not None:
-                item["encrypted_content"] = self._seal(text)
-            shown = {"logprobs": _without_bytes(self._logprobs)} if self._kind == "message" else {}
-            done = self._event(f"{piece}.done", text=text, **shown)
-            events = [done, self._event("content_part.done", part=part)]
-        item["status"] = status
-        self._kind = None
-        return [*events, {"type": "response.output_item.done", "output_index": len(self.items) - 1, "item": item}]
-
-    def _event(self, kind: str, **fields: object) -> JSONObject:
-        place = {} if self._kind in CALLS else {"content_index": 0}
-        head = {"type": f"response.{kind}", "item_id": self.items[-1]["id"], "output_index": len(self.items) - 1}
-        return head | place | fields
-
-
-def _without_bytes(logprobs: list[JSONObject]) -> list[JSONObject]:
-    """Remove bytes from log-probabilities, which events do not have in OpenAI's specification."""
-    return [_bare(entry) | {"top_logprobs": [_bare(top) for top in entry["top_logprobs"]]} for entry in logprobs]
-
-
-def _bare(entry: JSONObject) -> JSONObject:
-    return {"token": entry["token"], "logprob": entry["logprob"]}

@@ -116,6 +116,15 @@ class ResponseStore(ConversationStore):
         await self._do(work)
         self._wake(self._told, response_id)
 
+    async def begin_call(self, owner: str, call_id: str) -> bool:
+        """Note that a call is being made. Returns whether it was not begun before."""
+        query = "INSERT INTO calls VALUES (?, ?, ?) ON CONFLICT DO NOTHING"
+
+        def work() -> bool:
+            return self._database.execute(query, (owner, call_id, self._database.now())).rowcount > 0
+
+        return await self._do(work)
+
     async def append(self, response_id: str, maker: str, events: ToldEvents) -> None:
         """Store events of a response, unless it has ended or has another maker now."""
 

@@ -65,6 +65,7 @@ class StoreFile:
             self._drop(oldest[0])
         unused = "DELETE FROM conversations WHERE used < ? AND id NOT IN (?, ?)"
         self._database.execute(unused, (now - self._max_age_s, *kept))
+        self._database.execute("DELETE FROM calls WHERE made < ?", (now - self._max_age_s,))
         while (self._one("SELECT size FROM owners WHERE owner = ?", owner) or (0,))[0] > self._max_bytes:
             if not self._drop_oldest(owner, kept):
                 return

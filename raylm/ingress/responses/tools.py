@@ -7,9 +7,10 @@ is for the model a function with the name ``namespace__name``.
 from __future__ import annotations
 
 import re
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
+from types import MappingProxyType
 from typing import Annotated, Any, Literal, NotRequired, TypeAlias
 
 import orjson
@@ -22,6 +23,7 @@ from raylm.ingress.http.body import JSONObject
 from raylm.ingress.http.errors import clip
 from raylm.ingress.openai.fields import OneOf, closed, note_left_out, wrong
 from raylm.ingress.openai.messages import MAX_TOOLS
+from raylm.ingress.responses.mcp.tools import McpChoice, McpTool, needs_approval, shown_server
 
 _INPUT = "input"  # the argument of a custom tool's function
 _FUNCTION_PATH = re.compile(r"tools\[([0-9]+)\]\.function(.*)", re.DOTALL)
@@ -96,10 +98,12 @@ def _unavailable(tool: HostedTool, info: ValidationInfo) -> HostedTool:
 
 
 Tool = Annotated[
-    FunctionTool | CustomTool | NamespaceTool | Annotated[HostedTool, AfterValidator(_unavailable)],
-    OneOf("{got} is not supported; function, custom and namespace are.", key="type", served=False),
+    FunctionTool | CustomTool | NamespaceTool | McpTool | Annotated[HostedTool, AfterValidator(_unavailable)],
+    OneOf("{got} is not supported; function, custom, namespace and mcp are.", key="type", served=False),
 ]
-Tools: TypeAlias = Sequence[FunctionTool | CustomTool | NamespaceTool | HostedTool]
+Tools: TypeAlias = Sequence[FunctionTool | CustomTool | NamespaceTool | McpTool | HostedTool]
+Listed: TypeAlias = Mapping[str, list[JSONObject]]
+"""The tools of MCP servers, by the label of the server."""
 
 
 @closed
@@ -113,7 +117,11 @@ class AllowedTools(TypedDict):
     type: Literal["allowed_tools"]
     mode: Literal["auto", "required"]
     tools: Annotated[
-        list[Annotated[NamedTool, OneOf("only function and custom are supported.", key="type", served=False)]],
+        list[
+            Annotated[
+                NamedTool | McpChoice, OneOf("only function, custom and mcp are supported.", key="type", served=False)
+            ]
+        ],
         Field(min_length=1, max_length=MAX_TOOLS, fail_fast=True),
     ]
 
@@ -121,8 +129,8 @@ class AllowedTools(TypedDict):
 ToolChoice = Annotated[
     str
     | Annotated[
-        NamedTool | AllowedTools,
-        OneOf("only function, custom and allowed_tools are supported.", key="type", served=False),
+        NamedTool | McpChoice | AllowedTools,
+        OneOf("only function, custom, mcp and allowed_tools are supported.", key="type", served=False),
     ],
     OneOf("expected a string or an object, but got {got}"),
 ]
@@ -136,6 +144,8 @@ class CallableTool:
     tool: FunctionTool | CustomTool
     namespace: str | None = None
     purpose: str | None = None  # the namespace's description
+    server: McpTool | None = None  # which has the tool; then ``namespace`` is its label
+    needs_approval: bool = False
 
     @property
     def is_custom(self) -> bool:
@@ -183,13 +193,15 @@ def text_of(arguments: str) -> str:
     return text if isinstance(text, str) else arguments
 
 
-def callables(tools: Tools | None) -> list[CallableTool]:
-    """The tools that the model may call, in the order of the body.
+def callables(tools: Tools | None, listed: Listed = MappingProxyType({})) -> list[CallableTool]:
+    """The tools that the model may call, in the order of the body. ``listed`` are those of MCP servers.
 
     Raises:
         InvalidRequestError: a custom tool, or one of a namespace, has the name of another tool.
     """
-    found = [entry for place, tool in enumerate(tools or ()) for entry in _callables_of(tool, f"tools[{place}]")]
+    found = [
+        entry for place, tool in enumerate(tools or ()) for entry in _callables_of(tool, f"tools[{place}]", listed)
+    ]
     plain = {entry.function_name for entry in found if entry.namespace is None and not entry.is_custom}
     names: set[str] = set()
     for entry in found:
@@ -201,31 +213,68 @@ def callables(tools: Tools | None) -> list[CallableTool]:
     return found
 
 
-def _callables_of(tool: FunctionTool | CustomTool | NamespaceTool | HostedTool, path: str) -> Iterator[CallableTool]:
+def _callables_of(
+    tool: FunctionTool | CustomTool | NamespaceTool | McpTool | HostedTool, path: str, listed: Listed
+) -> Iterator[CallableTool]:
     if tool["type"] == "namespace":
         for place, inner in enumerate(tool["tools"]):
             yield CallableTool(f"{path}.tools[{place}]", inner, tool["name"], tool.get("description"))
+    elif tool["type"] == "mcp":
+        for entry in listed.get(tool["server_label"], ()):
+            function: FunctionTool = {
+                "type": "function",
+                "name": entry["name"],
+                "description": entry.get("description"),
+                "parameters": entry["input_schema"],
+            }
+            approved = needs_approval(tool, entry)
+            purpose = tool.get("server_description")
+            yield CallableTool(path, function, tool["server_label"], purpose, tool, approved)
     elif tool["type"] == "function" or tool["type"] == "custom":
         yield CallableTool(path, tool)
 
 
 def chosen(
-    choice: str | NamedTool | AllowedTools | None, found: list[CallableTool]
+    choice: str | NamedTool | McpChoice | AllowedTools | None, found: list[CallableTool]
 ) -> tuple[list[CallableTool], JSONObject | str | None]:
     """The tools that may be called, and the chat completion's ``tool_choice``, for the choice of a body.
 
     Raises:
-        InvalidRequestError: an allowed tool is not among the tools.
+        InvalidRequestError: a chosen tool is not among the tools.
     """
     if choice is None or isinstance(choice, str):
         return found, choice
-    if choice["type"] != "allowed_tools":
+    if choice["type"] == "function" or choice["type"] == "custom":
         return found, {"type": "function", "function": {"name": _name_in(choice["name"], found)}}
-    allowed = {_name_in(tool["name"], found): place for place, tool in enumerate(choice["tools"])}
-    kept = [entry for entry in found if entry.function_name in allowed]
-    for name in allowed.keys() - {entry.function_name for entry in kept}:
-        raise wrong(f"tool_choice.tools[{allowed[name]}].name", f"there is no tool '{clip(name, 64)}'")
-    return kept, choice["mode"]
+    wanted = choice["tools"] if choice["type"] == "allowed_tools" else [choice]
+    allowed: set[str] = set()
+    for place, tool in enumerate(wanted):
+        names = _names_in(tool, found)
+        if not names:
+            path = f"tool_choice.tools[{place}]" if choice["type"] == "allowed_tools" else "tool_choice"
+            raise _no_such_tool(tool, path)
+        allowed |= names
+    mode = choice["mode"] if choice["type"] == "allowed_tools" else "required"
+    return [entry for entry in found if entry.function_name in allowed], mode
+
+
+def _names_in(tool: NamedTool | McpChoice, found: list[CallableTool]) -> set[str]:
+    """The names of the functions that a choice names."""
+    if tool["type"] != "mcp":
+        return {_name_in(tool["name"], found)} & {entry.function_name for entry in found}
+    return {
+        entry.function_name
+        for entry in found
+        if entry.server is not None
+        and entry.namespace == tool["server_label"]
+        and tool.get("name") in (None, entry.tool["name"])
+    }
+
+
+def _no_such_tool(tool: NamedTool | McpChoice, path: str) -> InvalidRequestError:
+    if tool["type"] == "mcp" and tool.get("name") is None:
+        return wrong(f"{path}.server_label", f"there is no server '{clip(tool['server_label'], 64)}' with tools")
+    return wrong(f"{path}.name", f"there is no tool '{clip(str(tool.get('name')), 64)}'")
 
 
 def _name_in(name: str, found: list[CallableTool]) -> str:
@@ -251,10 +300,12 @@ def paths_of_tools(found: list[CallableTool]) -> Iterator[None]:
 
 def shown(tools: Tools | None) -> list[JSONObject]:
     """The available tools in the form of a response."""
-    return [_shown(tool) for tool in tools or () if tool["type"] in ("function", "custom", "namespace")]
+    return [_shown(tool) for tool in tools or () if tool["type"] in ("function", "custom", "namespace", "mcp")]
 
 
 def _shown(tool: Any) -> JSONObject:
+    if tool["type"] == "mcp":
+        return shown_server(tool)
     if tool["type"] == "function":
         return {"strict": None, "parameters": None, "description": None, **tool}
     if tool["type"] == "custom":

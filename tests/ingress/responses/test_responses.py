@@ -271,7 +271,7 @@ BAD: list[tuple[dict[str, Any], str]] = [
     ({"text": {"tone": "kind"}}, "text.tone"),
     ({"tools": [{"type": "computer_use_preview"}]}, "tools[0].type"),
     ({"tools": [{"type": "function"}]}, "tools[0].name"),
-    ({"conversation": "c"}, "conversation"),
+    ({"conversation": {"id": "c", "zzz": 1}}, "conversation.zzz"),
     ({"prompt": {"id": "p"}}, "prompt"),
     ({"n": 2}, "n"),
     ({"reasoning": {"effort": "huge"}}, "reasoning.effort"),

@@ -11,7 +11,9 @@ import pytest
 from raylm.frontend import RequiredTool
 from raylm.frontend.answers.answer_format import AnswerFormat
 from raylm.frontend.answers.tool_calls import TOOL_PARSERS
+from raylm.ingress.openai.chat import ChatCompletionRequest
 from raylm.ingress.responses.body import ResponsesRequest
+from raylm.ingress.responses.tools import callables, chosen
 from tests.ingress.fake_llm import FakeAsyncLLM
 from tests.ingress.refused import error_of
 from tests.ingress.responses.test_responses import BODY, PATH, create, stream
@@ -31,6 +33,10 @@ def let_call(llm: FakeAsyncLLM, *calls: tuple[str, dict[str, Any]]) -> None:
     )
     names = {name: {} for name, _ in calls}
     llm.answer_format = AnswerFormat(reasoning=None, thinking=None, tool_parser=TOOL_PARSERS["hermes"], tools=names)
+
+
+def as_chat(body: ResponsesRequest) -> ChatCompletionRequest:
+    return body.as_chat([{"role": "user", "content": "Hi"}], *chosen(body.tool_choice, callables(body.tools)), None)
 
 
 def functions(llm: FakeAsyncLLM) -> list[dict[str, Any]]:
@@ -120,7 +126,7 @@ async def test_tools_that_openai_runs_are_unavailable_and_named(client: httpx.As
 def test_choices(choice: dict[str, Any], names: list[str], tool_choice: object) -> None:
     namespace = NAMESPACE | {"tools": [FUNCTION]}
     body = ResponsesRequest.parse(BODY | {"tools": [FUNCTION, CUSTOM, namespace], "tool_choice": choice})
-    asked = body.as_chat([{"role": "user", "content": "Hi"}]).chat_request(any_length=True)
+    asked = as_chat(body).chat_request(any_length=True)
     assert [tool["function"]["name"] for tool in asked.tools or ()] == names
     assert asked.tool_choice == tool_choice
 
@@ -128,14 +134,14 @@ def test_choices(choice: dict[str, Any], names: list[str], tool_choice: object) 
 def test_the_only_tool_of_a_name_is_chosen_by_it() -> None:
     choice = {"type": "function", "name": "close"}
     body = ResponsesRequest.parse(BODY | {"tools": [NAMESPACE], "tool_choice": choice})
-    asked = body.as_chat([{"role": "user", "content": "Hi"}]).chat_request(any_length=True)
+    asked = as_chat(body).chat_request(any_length=True)
     assert asked.tool_choice == RequiredTool("agents__close")
 
 
 LARK = {"type": "grammar", "syntax": "lark", "definition": "start: /a/"}
 ALLOWED = {"type": "allowed_tools", "mode": "auto", "tools": [{"type": "function", "name": "g"}]}
 BAD: list[tuple[dict[str, Any], str]] = [
-    ({"tools": [{"type": "mcp"}]}, "tools[0].type"),
+    ({"tools": [{"type": "computer"}]}, "tools[0].type"),
     ({"tools": [{"type": "custom"}]}, "tools[0].name"),
     ({"tools": [CUSTOM | {"format": LARK}]}, "tools[0].format.syntax"),
     ({"tools": [CUSTOM | {"format": {"type": "json"}}]}, "tools[0].format.type"),
