@@ -21,9 +21,11 @@ from raylm.errors import InvalidRequestError
 from raylm.frontend import read_arguments
 from raylm.ingress.http.body import JSONObject
 from raylm.ingress.http.errors import clip
-from raylm.ingress.openai.fields import OneOf, closed, note_left_out, wrong
+from raylm.ingress.openai.fields import OneOf, closed, note_left_out, refuse, wrong
 from raylm.ingress.openai.messages import MAX_TOOLS
+from raylm.ingress.responses.lark_regex import regex_of
 from raylm.ingress.responses.mcp.tools import McpChoice, McpTool, needs_approval, shown_server
+from raylm.params import MAX_GRAMMAR_CHARS
 
 _INPUT = "input"  # the argument of a custom tool's function
 _FUNCTION_PATH = re.compile(r"tools\[([0-9]+)\]\.function(.*)", re.DOTALL)
@@ -43,14 +45,20 @@ class TextFormat(TypedDict):
     type: Literal["text"]
 
 
-_ONLY_REGEX = OneOf("grammars in {got} are not supported; regex is.", key="syntax", served=False)
-
-
 @closed
-class RegexFormat(TypedDict):
+class GrammarFormat(TypedDict):
     type: Literal["grammar"]
-    syntax: Literal["regex"]
-    definition: str
+    syntax: Literal["lark", "regex"]
+    definition: Annotated[str, Field(max_length=MAX_GRAMMAR_CHARS)]
+
+
+def _regular(form: GrammarFormat) -> GrammarFormat:
+    if form["syntax"] == "lark":
+        try:
+            regex_of(form["definition"])
+        except ValueError as error:
+            raise refuse(f"this grammar in Lark is not supported: {error}", at="definition") from None
+    return form
 
 
 @closed
@@ -60,7 +68,7 @@ class CustomTool(TypedDict):
     description: NotRequired[str | None]
     format: NotRequired[
         Annotated[
-            TextFormat | Annotated[RegexFormat, _ONLY_REGEX],
+            TextFormat | Annotated[GrammarFormat, AfterValidator(_regular)],
             OneOf("expected text or grammar, but got {got}", key="type"),
         ]
         | None
@@ -171,7 +179,8 @@ def _function_of_text(tool: CustomTool) -> JSONObject:
     text: JSONObject = {"type": "string"}
     strict = {}
     if (form := tool.get("format")) is not None and form["type"] == "grammar":
-        text["pattern"] = form["definition"]
+        regex = regex_of(form["definition"]) if form["syntax"] == "lark" else form["definition"]
+        text["pattern"] = f"^(?:{regex})$"  # a pattern of a schema may be anywhere in the text
         strict = {"strict": True}
     parameters = {"type": "object", "properties": {_INPUT: text}, "required": [_INPUT], "additionalProperties": False}
     return {"parameters": parameters} | strict

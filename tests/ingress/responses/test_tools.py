@@ -81,7 +81,7 @@ async def test_a_regex_holds_a_custom_tools_text(client: httpx.AsyncClient, llm:
     await create(client, tools=[CUSTOM | {"format": form}])
     (function,) = functions(llm)
     assert function["strict"] is True
-    assert function["parameters"]["properties"]["input"] == {"type": "string", "pattern": "[0-9]+"}
+    assert function["parameters"]["properties"]["input"] == {"type": "string", "pattern": "^(?:[0-9]+)$"}
 
 
 async def test_a_namespace_is_expanded_and_named_in_its_calls(client: httpx.AsyncClient, llm: FakeAsyncLLM) -> None:
@@ -138,12 +138,14 @@ def test_the_only_tool_of_a_name_is_chosen_by_it() -> None:
     assert asked.tool_choice == RequiredTool("agents__close")
 
 
-LARK = {"type": "grammar", "syntax": "lark", "definition": "start: /a/"}
+LARK = {"type": "grammar", "syntax": "lark", "definition": 'start: "a" start "b" | "c"'}
 ALLOWED = {"type": "allowed_tools", "mode": "auto", "tools": [{"type": "function", "name": "g"}]}
 BAD: list[tuple[dict[str, Any], str]] = [
     ({"tools": [{"type": "computer"}]}, "tools[0].type"),
     ({"tools": [{"type": "custom"}]}, "tools[0].name"),
-    ({"tools": [CUSTOM | {"format": LARK}]}, "tools[0].format.syntax"),
+    ({"tools": [CUSTOM | {"format": LARK}]}, "tools[0].format.definition"),
+    ({"tools": [CUSTOM | {"format": LARK | {"syntax": "gbnf"}}]}, "tools[0].format.syntax"),
+    ({"tools": [CUSTOM | {"format": LARK | {"definition": "x" * 2**19}}]}, "tools[0].format.definition"),
     ({"tools": [CUSTOM | {"format": {"type": "json"}}]}, "tools[0].format.type"),
     ({"tools": [NAMESPACE | {"tools": []}]}, "tools[0].tools"),
     ({"tools": [NAMESPACE | {"tools": [{"type": "web_search"}]}]}, "tools[0].tools[0].type"),
