@@ -441,11 +441,13 @@ def test_servers_without_the_package_are_refused_at_start(monkeypatch: pytest.Mo
         McpServers(("https://example.com/mcp",), 1.0)
 
 
-async def test_a_call_that_hangs_ends(notes: Notes) -> None:
-    replica = McpReplica(":memory:", notes, mcp_timeout_s=0.5)
-    response = await create(replica, input=play([("notes__note", {"text": "wait"})]), tools=[tool(notes)])
-    assert response["output"][1]["error"]["message"] == "It did not answer within 0.5 s."
-    await replica.end()
+async def test_a_call_that_hangs_ends(replica: McpReplica, notes: Notes) -> None:
+    listed = (await create(replica, input="Hi", tools=[tool(notes)]))["output"][0]
+    hurried = McpReplica(":memory:", notes, mcp_timeout_s=0.2)
+    asked = {"role": "user", "content": play([("notes__note", {"text": "wait"})])}
+    response = await create(hurried, input=[listed, asked], tools=[tool(notes)])
+    assert response["output"][0]["error"]["message"] == "It did not answer within 0.2 s."
+    await hurried.end()
 
 
 async def lost(
