@@ -54,6 +54,7 @@ class Machine:
         self.address, self.name = f"{_NET}.{number}", f"node{number}"
         self.folder, self._network, self._port = folder / self.name, network, f"t{number}"
         self._hub = f"{network}hub"
+        self._begun: list[subprocess.Popen[bytes]] = []  # commands that go on
         self._namespace = f"{network}n{number}"
         _ip("netns", "add", self._namespace)
         _ip("-n", self._hub, "link", "add", self._port, "type", "veth", "peer", "eth0", "netns", self._namespace)
@@ -97,7 +98,8 @@ class Machine:
 
     def begin(self, *command: str, **environment: str) -> None:
         """A command that goes on until the machine ends."""
-        subprocess.Popen([*self._inside(environment), *command], stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)
+        command = (*self._inside(environment), *command)
+        self._begun.append(subprocess.Popen(command, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL))
 
     def _inside(self, environment: dict[str, str]) -> list[str]:
         entry = ["nsenter", "-t", str(self._init), "-m", "-n", "-p", "-u", "-i", "--"]
@@ -112,6 +114,9 @@ class Machine:
         """End all processes at once; the others see their connections closed."""
         os.kill(self._init, signal.SIGKILL)
         self._parent.wait()
+        for one in self._begun:
+            one.wait()
+        self._begun.clear()
 
     def power_off(self) -> None:
         """The network goes first, so nobody sees a connection closed."""
