@@ -6,7 +6,7 @@
 
 The HTTP app and AsyncLLM are the real ones, as in benchmarks.http.event_loop, in a separate process; curl reads the
 answers. "before" is measured after one small answer of the kind. "warm" is measured three seconds after the first eight
-large answers, which fill the caches (48 MiB of ended requests' timelines, texts of tokens). "after" is measured after
+large answers, which fill the caches (16 MiB of ended requests' timelines, texts of tokens). "after" is measured after
 the last answer.
 """
 
@@ -141,12 +141,12 @@ async def measure(url: str, kind: Kind, answers: int, peak: Peak, folder: Path) 
         settled.append(memory_mib())
     warm, after = settled
     figures = {"answer": max(sizes) / 2**20, "before": before, "peak": peak.most, "warm": warm, "after": after}
-    return figures | {"after over warm": after / warm}
+    return figures | {"after over warm": after / warm, "after over before": after / before}
 
 
 async def run(only: str, answers: int, out: Path | None) -> float:
     """The largest memory after a kind, relative to the warm memory."""
-    units = dict.fromkeys(("answer", "before", "peak", "warm", "after"), "MiB") | {"after over warm": ""}
+    units = dict.fromkeys(("answer", "before", "peak", "warm", "after"), "MiB") | {"after over warm": "", "after over before": ""}
     report, worst, peak = Report("answer_memory", units, out), 0.0, Peak()
     async with front_end(FullEngine(VOCAB_SIZE)) as url:
         watching = asyncio.create_task(peak.watch())

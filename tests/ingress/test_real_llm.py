@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import gc
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 from itertools import pairwise
@@ -122,6 +123,34 @@ async def test_text_is_the_models_whole_and_streamed(api: httpx.AsyncClient) -> 
     for chunk in chunks:
         check(chunk, "CreateCompletionResponse")
     assert "".join(chunk["choices"][0]["text"] for chunk in chunks) == reference
+
+
+@pytest.mark.parametrize(
+    ("path", "body"),
+    [
+        ("/v1/completions", TEXT | {"prompt": [PROMPT, "Hi"], "logprobs": 1, "echo": True}),
+        ("/v1/completions", TEXT | {"stream": True}),
+        ("/v1/chat/completions", CHAT | {"n": 2}),
+    ],
+)
+async def test_an_answered_request_leaves_nothing_to_the_garbage_collector(
+    api: httpx.AsyncClient, path: str, body: dict[str, Any]
+) -> None:
+    """The thousands of prompts of a large request would stay until Python's next full collection."""
+    await api.post(path, json=body)
+    gc.collect()
+    gc.disable()
+    try:
+        assert (await api.post(path, json=body)).status_code == 200
+        await asyncio.sleep(0.01)
+        gc.set_debug(gc.DEBUG_SAVEALL)
+        gc.collect()
+        left = {type(one).__name__ for one in gc.garbage if type(one).__module__.startswith("raylm.")}
+    finally:
+        gc.set_debug(0)
+        gc.garbage.clear()
+        gc.enable()
+    assert left == set()
 
 
 async def test_a_second_time_the_prefix_is_cached(api: httpx.AsyncClient) -> None:

@@ -78,7 +78,7 @@ class Timelines:
     def __init__(
         self,
         max_requests: int = 10_000,
-        max_bytes: int = 48 * 2**20,
+        max_bytes: int = 16 * 2**20,
         clock: Clock = time.time,
         on_end: Callable[[Record], object] = id,
     ) -> None:
@@ -134,6 +134,7 @@ class Timelines:
             return
         record.ended = max([record.ended, *(part.ended or 0.0 for part in record.parts)])
         del self._in_flight[record]
+        record.cancel = None  # holds the request, which holds the record: only the garbage collector would free them
         self._on_end(record)
         raw = record.raw(self.ingress)
         stored = orjson.dumps(raw)

@@ -95,6 +95,7 @@ class RequestContextMiddleware:
         is_probe, began = route_path(scope) in PROBES, time.perf_counter()
         status: int | None = None
         carried = 0
+        self._heap.opened()
 
         async def receive_and_count() -> Message:
             nonlocal carried

@@ -123,13 +123,9 @@ def merge(streams: Sequence[Outputs], at_once: float) -> Outputs:
 
 async def _interleave(streams: Sequence[Outputs], at_once: int) -> Outputs:
     queue: asyncio.Queue[_Item] = asyncio.Queue(len(streams))  # bounded, so that outputs merge while the reader is slow
-    tasks: list[asyncio.Task[None]] = []
-    room = asyncio.Semaphore(at_once)
+    pumps: set[asyncio.Task[None]] = set()  # those that run, as a task takes a kilobyte, and there may be thousands
+    starting = asyncio.create_task(_start(streams, queue, at_once, pumps))
     try:
-        for place, stream in enumerate(streams):
-            tasks.append(asyncio.create_task(_pump(place, stream, queue, room)))
-            if len(tasks) % _STARTED_AT_ONCE == 0:
-                await asyncio.sleep(0)  # each takes part of a millisecond to reach its engine
         open_streams = len(streams)
         while open_streams:
             item = await queue.get()
@@ -140,14 +136,29 @@ async def _interleave(streams: Sequence[Outputs], at_once: int) -> Outputs:
             else:
                 yield item
     finally:
-        for task in tasks:
-            task.cancel()
-        await asyncio.gather(*tasks, return_exceptions=True)
+        starting.cancel()
+        await asyncio.gather(starting, return_exceptions=True)
+        for pump in (running := [*pumps]):
+            pump.cancel()
+        await asyncio.gather(*running, return_exceptions=True)
+
+
+async def _start(
+    streams: Sequence[Outputs], queue: asyncio.Queue[_Item], at_once: int, pumps: set[asyncio.Task[None]]
+) -> None:
+    room = asyncio.Semaphore(at_once)
+    for place, stream in enumerate(streams):
+        await room.acquire()
+        pump = asyncio.create_task(_pump(place, stream, queue, room))
+        pumps.add(pump)
+        pump.add_done_callback(pumps.discard)
+        if place % _STARTED_AT_ONCE == 0:
+            await asyncio.sleep(0)  # each takes part of a millisecond to reach its engine
 
 
 async def _pump(place: int, stream: Outputs, queue: asyncio.Queue[_Item], room: asyncio.Semaphore) -> None:
+    """Put the outputs of a stream, and then its error or None, on the queue. Releases its place in ``room``."""
     ended: Exception | None = None
-    await room.acquire()
     waits = True
     try:
         async with aclosing(stream) as outputs:

@@ -12,6 +12,7 @@ import httpx
 import pytest
 
 from raylm.ingress.http import answer
+from raylm.ingress.http import heap as heap_module
 from raylm.ingress.http.answer import Pieces, json_answer
 from raylm.ingress.http.heap import TRIM_AFTER_BYTES, HeapTrimmer
 from tests.ingress.harness import TEXT
@@ -33,6 +34,8 @@ async def test_the_heap_is_trimmed_once_behind_many_bytes() -> None:
     done = threading.Event()
     calls: list[int] = []
     heap = HeapTrimmer(lambda: (calls.append(1), done.set()))
+    for _ in range(8):
+        heap.opened()
     heap.carried(TRIM_AFTER_BYTES - 1)
     assert not heap._is_due
     for _ in range(5):
@@ -41,6 +44,25 @@ async def test_the_heap_is_trimmed_once_behind_many_bytes() -> None:
     assert len(calls) == 1
     heap.carried(TRIM_AFTER_BYTES - 1)
     assert not heap._is_due, "counted anew"
+
+
+async def test_garbage_is_collected_once_no_request_is_open(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(heap_module, "_DELAY_S", 0.0)
+    trimmed, collected = asyncio.Event(), asyncio.Event()
+    loop = asyncio.get_running_loop()
+    heap = HeapTrimmer(lambda: loop.call_soon_threadsafe(trimmed.set), collected.set)
+    for _ in range(2):
+        heap.opened()
+    heap.carried(TRIM_AFTER_BYTES)
+    async with asyncio.timeout(30):
+        await trimmed.wait()
+    assert not collected.is_set(), "a request is open, and would wait"
+    heap.carried(0)
+    async with asyncio.timeout(30):
+        await collected.wait()
+    heap.opened()
+    heap.carried(0)
+    assert not heap._is_due, "nothing large was carried since"
 
 
 async def test_bodies_and_answers_count(client: httpx.AsyncClient, monkeypatch: pytest.MonkeyPatch) -> None:
