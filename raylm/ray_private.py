@@ -28,6 +28,7 @@ _PROMETHEUS, _AFTER_PROMETHEUS, _STATISTICS = (
 _PROMETHEUS_PORT, _STATISTICS_PORT = "bind :{{ config.metrics_port }}", "bind *:{{ config.stats_port }}"
 _NAMESPACE = b"raylm"
 _LOOPBACK = "127.0.0.1"
+_LOOPBACK_FOR_OTHERS = f"[::ffff:{_LOOPBACK}]"  # the same address in IPv6's form for IPv4
 
 
 def stop_flag() -> Callable[[], bool]:
@@ -320,6 +321,39 @@ def listen_where_ray_does() -> None:
 
     if ray.util.get_node_ip_address() == _LOOPBACK:
         replica.add_port_to_grpc_server = add_port
+
+
+def let_others_find_ray() -> None:
+    """Let other Ray programs of this machine find a Ray that listens on loopback. Call before ``ray.init`` starts it.
+
+    ``ray.init(address="auto")`` finds a Ray by the arguments of its raylet, and Ray replaces 127.0.0.1 by the machine's
+    address in the network, where this Ray does not listen. It does not replace _LOOPBACK_FOR_OTHERS.
+    """
+    from ray._private import services
+
+    start = services.start_raylet
+
+    @functools.wraps(start)
+    def start_raylet(redis_address: str | None, gcs_address: str, *rest: Any, **more: Any) -> Any:
+        return start(redis_address, _for_others(gcs_address), *rest, **more)
+
+    services.start_raylet = start_raylet
+
+
+def gcs_address() -> str:
+    """HOST:PORT of the GCS of the connected Ray, as other Ray programs of the cluster need it."""
+    return _for_others(ray.get_runtime_context().gcs_address)
+
+
+def _for_others(address: str) -> str:
+    host, _, port = address.rpartition(":")
+    return f"{_LOOPBACK_FOR_OTHERS if host == _LOOPBACK else host}:{port}"
+
+
+def is_head_node() -> bool:
+    """Whether this process is connected to Ray on the node of Ray's GCS."""
+    node_id = ray.get_runtime_context().get_node_id()
+    return any(node["NodeID"] == node_id and head_resource() in node["Resources"] for node in ray.nodes())
 
 
 def application(import_path: str, args: dict[str, Any]) -> Any:

@@ -50,7 +50,7 @@ class Caller:
     """A Ray program of its own; it says a word a line, and goes on when it is told to."""
 
     def __init__(self, server: Server, program: str) -> None:
-        (address,) = re.findall(r" ray +([\d.]+:\d+)", server.log.read_text())
+        (address,) = re.findall(r"RAY_ADDRESS=(\S+) ray status", server.log.read_text())
         found = {"RAY_ADDRESS": address, "RAY_AUTH_MODE": "token"}
         command = [sys.executable, "-c", BEGIN + program]
         pipe = subprocess.PIPE

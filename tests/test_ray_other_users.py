@@ -214,6 +214,7 @@ def test_raylm_serve(home: Path) -> None:
     port = free_port()
     with Server(serve_file(home / "serve.yaml", port, KEYED), port, HOME=str(home)) as server:
         check(server._session, port, home)
+        assert {host for host, _ in look(server._session).ports} == {"127.0.0.1"}
         assert [path for path in look(server._session).paths if set(PREDICTABLE) & {*path.parents}] == []
 
 

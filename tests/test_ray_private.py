@@ -99,6 +99,28 @@ def test_the_headers_that_serve_reads_in_a_replica() -> None:
         "SERVE_HTTP_REQUEST_ID_HEADER", "SERVE_MULTIPLEXED_MODEL_ID"}  # fmt: skip
 
 
+def test_a_ray_on_loopback_is_named_to_others_by_an_address_that_ray_does_not_replace(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    from raylm import ray_private
+
+    services = import_module("ray._private.services")
+    assert [*inspect.signature(services.start_raylet).parameters][:2] == ["redis_address", "gcs_address"]
+    started: list[tuple[Any, ...]] = []
+    monkeypatch.setattr(services, "start_raylet", lambda *args, **_: started.append(args))
+    ray_private.let_others_find_ray()
+    for address in ("127.0.0.1:6379", "192.0.2.7:6379"):
+        services.start_raylet(None, address, "node", huge_pages=False)
+    assert started == [(None, "[::ffff:127.0.0.1]:6379", "node"), (None, "192.0.2.7:6379", "node")]
+    assert [services.canonicalize_bootstrap_address(args[1]) for args in started] == [args[1] for args in started]
+
+
+def test_the_variable_by_which_ray_listens_on_loopback() -> None:
+    from raylm.cli.serve_process import _OWN_RAY
+
+    assert import_module("ray._private.ray_constants").ENABLE_RAY_CLUSTERS_ENV_VAR in _OWN_RAY
+
+
 def test_haproxys_template_has_each_part_that_is_changed_once() -> None:
     from raylm import ray_private
 

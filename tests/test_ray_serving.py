@@ -26,6 +26,7 @@ from tests.ingress.harness import until
 from tests.ingress.test_bad_inputs import LIMIT_S, good_answer, refuse
 from tests.reference import greedy, random_prompts
 from tests.serving import ARGS, ROOT, Server, chat, free_port, serve_file, text_of, websocket_upgrade
+from tests.test_ray_other_users import look
 
 pytestmark = pytest.mark.ray
 
@@ -146,6 +147,16 @@ def run_example(script: str, *args: str) -> str:
     done = subprocess.run([*command, *args], cwd=ROOT, capture_output=True, text=True, timeout=300, check=False)
     assert done.returncode == 0, done.stderr
     return done.stdout
+
+
+def test_rays_ports_are_on_loopback_and_the_printed_command_finds_them(server: Server) -> None:
+    assert {host for host, _ in look(server._session).ports} == {"127.0.0.1"}
+    (command,) = re.findall(r"RAY_AUTH_MODE=\S+ RAY_ADDRESS=\S+ ray status", server.log.read_text())
+    path = f"{Path(sys.executable).parent}:{os.environ['PATH']}"
+    done = subprocess.run(
+        command, shell=True, env=os.environ | {"PATH": path}, capture_output=True, text=True, timeout=300, check=False
+    )
+    assert "Node status" in done.stdout, done.stderr
 
 
 def test_a_worker_on_cpus_goes_behind_those_who_deliver_its_tokens(server: Server) -> None:

@@ -96,13 +96,14 @@ class Driver:
                 limit.start()
                 context = ray.init(address=address, namespace="serve")
             else:
+                ray_private.let_others_find_ray()
                 context = ray.init(address="local", namespace="serve", include_dashboard=False)
         except Exception as error:  # of any class: Ray's own are plain ones too
             raise ConfigError(_why_no_ray(error, address)) from error
         finally:
             limit.cancel()
         found = ray.cluster_resources()
-        gcs = ray.get_runtime_context().gcs_address
+        gcs = ray_private.gcs_address()
         mode = "RAY_AUTH_MODE=token " if os.environ.get("RAY_AUTH_MODE") == "token" else ""
         report("stage", "ray", f"{gcs}, {found.get('CPU', 0):g} CPUs, {found.get('GPU', 0):g} GPUs")
         report("stage", "ray", f"{mode}RAY_ADDRESS={gcs} ray status")
@@ -114,9 +115,7 @@ class Driver:
         if details is not None:
             self._join_serve(details)
             return
-        gcs = ray.get_runtime_context().gcs_address.rpartition(":")[0]
-        here = ray.util.get_node_ip_address() == gcs
-        if self._shared and here and not port_is_free(self._served.host, self._served.port):
+        if self._shared and ray_private.is_head_node() and not port_is_free(self._served.host, self._served.port):
             raise ConfigError(f"http_options.port: port {self._served.port} is already in use.")
         self._started_serve = True
         # On another thread, which waits for the proxy while the replicas start.

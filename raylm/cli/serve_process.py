@@ -28,6 +28,7 @@ _ENVIRONMENT = {
     "OMP_WAIT_POLICY": "PASSIVE",
     "PYTHONUNBUFFERED": "1",
 }
+_OWN_RAY = {"RAY_ENABLE_WINDOWS_OR_OSX_CLUSTER": "0"}  # its ports listen on 127.0.0.1, as on these systems
 _HAPROXYS_PARENT = "/tmp"  # Serve's default; the path of a socket leaves 29 bytes beside the name that Serve appends
 _HAPROXYS_FILES = {
     "RAY_SERVE_HAPROXY_CONFIG_FILE_LOC": "haproxy.cfg",
@@ -99,7 +100,7 @@ class ServeProcess:
 
     def __init__(self, served: ServedFile, dashboard: bool) -> None:
         ports, self._claims = serve_ports()
-        self._files: dict[str, str] = {}  # of HAProxy, by the variables that name them
+        self._defaults: dict[str, str] = {}  # of an own Ray: where it listens, and HAProxy's files
         self._folders: list[PrivateFolder] = []
         # With an own Ray every process inherits the environment, so that workers started in advance can be used.
         environment = {} if ray_address() else served.environment | self._make_folders()
@@ -111,7 +112,7 @@ class ServeProcess:
             stderr=subprocess.STDOUT,
             text=True,
             errors="replace",
-            env=self._files | _ENVIRONMENT | ports | os.environ | environment,  # the user's variables stay
+            env=self._defaults | _ENVIRONMENT | ports | os.environ | environment,  # the user's variables stay
             start_new_session=True,
         )
         assert self._child.stdin is not None
@@ -123,7 +124,7 @@ class ServeProcess:
         """Create the folders of an own Ray and its HAProxy. Returns the environment variables to set."""
         parent = temporary_directory()
         rays, haproxys = self._folders = [PrivateFolder(parent), PrivateFolder(_HAPROXYS_PARENT)]
-        self._files = {name: str(haproxys.path / file) for name, file in _HAPROXYS_FILES.items()}
+        self._defaults = _OWN_RAY | {name: str(haproxys.path / file) for name, file in _HAPROXYS_FILES.items()}
         threading.Thread(
             target=remove_ended, args=[{parent, _HAPROXYS_PARENT}], name="old folders", daemon=True
         ).start()
