@@ -146,7 +146,8 @@ async def measure(url: str, kind: Kind, answers: int, peak: Peak, folder: Path) 
 
 async def run(only: str, answers: int, out: Path | None) -> float:
     """The largest memory after a kind, relative to the warm memory."""
-    units = dict.fromkeys(("answer", "before", "peak", "warm", "after"), "MiB") | {"after over warm": "", "after over before": ""}
+    units = dict.fromkeys(("answer", "before", "peak", "warm", "after"), "MiB")
+    units |= {"after over warm": "", "after over before": ""}
     report, worst, peak = Report("answer_memory", units, out), 0.0, Peak()
     async with front_end(FullEngine(VOCAB_SIZE)) as url:
         watching = asyncio.create_task(peak.watch())
