@@ -54,7 +54,7 @@ def build_app(config: Config | dict[str, Any]) -> Application:
         **_number(config.engine),
         graceful_shutdown_timeout_s=drain_limit_s(config) + DRAIN_MARGIN_S,
         placement_group_bundles=placement_bundles(config, gpus),
-        placement_group_strategy="STRICT_PACK",
+        placement_group_strategy="STRICT_PACK" if config.engine.pipeline_parallel_size == 1 else "SPREAD",
         ray_actor_options={"num_cpus": SUPERVISOR_CPUS},
         health_check_period_s=HEALTH_PERIOD_S,
     )
@@ -109,10 +109,12 @@ def _gpus(config: Config) -> int:
     nodes = [node["Resources"] for node in ray.nodes() if node["Alive"]]
     most = max((int(node.get("GPU", 0)) for node in nodes), default=0)
     if config.device == "cpu" or (config.device == "auto" and not most):
-        _check_cpus(config, max((node.get("CPU", 0.0) for node in nodes), default=0.0))
+        _check_cpus(config, [node.get("CPU", 0.0) for node in nodes])
         return 0
     if not most:
         raise ConfigError("device: 'cuda' is set, but the cluster has no GPU.")
+    if config.engine.pipeline_parallel_size > 1:
+        raise ConfigError("engine.pipeline_parallel_size: several stages are served on CPUs only; set device: cpu.")
     ranks = config.engine.tensor_parallel_size
     if ranks > most:
         raise ConfigError(
@@ -121,11 +123,31 @@ def _gpus(config: Config) -> int:
     return 1
 
 
-def _check_cpus(config: Config, most: float) -> None:
-    """``most`` are the CPUs of the largest node, 0 if none has joined the cluster yet."""
-    needed, ranks = sum(bundle["CPU"] for bundle in placement_bundles(config, 0)), config.engine.tensor_parallel_size
+def _check_cpus(config: Config, nodes: list[float]) -> None:
+    """``nodes`` are the CPUs of each node; none may have joined the cluster yet."""
+    if config.engine.pipeline_parallel_size > 1:
+        _check_stages(config, nodes)
+        return
+    most, ranks = max(nodes, default=0.0), config.engine.tensor_parallel_size
+    needed = sum(bundle["CPU"] for bundle in placement_bundles(config, 0))
     if 0 < most < needed:
         raise ConfigError(
             f"engine.tensor_parallel_size: an engine of {ranks} workers (engine.num_cpus: {config.engine.num_cpus:g}) "
             f"needs {needed:g} CPUs on one node; no node has more than {most:g}."
+        )
+
+
+def _check_stages(config: Config, nodes: list[float]) -> None:
+    """Each stage must fit a node, and all stages the cluster."""
+    needed, engine = [bundle["CPU"] for bundle in placement_bundles(config, 0)], config.engine
+    what = f"(engine.num_cpus: {engine.num_cpus:g}, engine.tensor_parallel_size: {engine.tensor_parallel_size})"
+    if 0 < max(nodes, default=0.0) < max(needed):
+        raise ConfigError(
+            f"engine.pipeline_parallel_size: a stage {what} needs {max(needed):g} CPUs on one node; no node has more "
+            f"than {max(nodes):g}."
+        )
+    if 0 < sum(nodes) < sum(needed):
+        raise ConfigError(
+            f"engine.pipeline_parallel_size: {engine.pipeline_parallel_size} stages {what} need {sum(needed):g} CPUs; "
+            f"all nodes together have {sum(nodes):g}."
         )

@@ -131,6 +131,9 @@ class EngineConfig(Frozen):
     tensor_parallel_size: int = Field(1, ge=1, le=64)
     """Number of workers (ranks) that share every layer of an engine, on one node; each needs a GPU of its own if
     the engine runs on GPUs."""
+    pipeline_parallel_size: int = Field(1, ge=1, le=64)
+    """Number of stages: parts of consecutive layers of a model, each with `tensor_parallel_size` workers. Stages may be
+    on several nodes, for models that do not fit one; only on CPUs."""
     threads: int | None = Field(None, ge=1, le=1024)
     """CPU threads of a worker. By default its share of the cores, and fewer for a small model."""
     cuda_graphs: bool = True
@@ -160,6 +163,11 @@ class EngineConfig(Frozen):
     def _ranks_are_actors(self) -> EngineConfig:
         if self.tensor_parallel_size > 1 and self.executor != "ray":
             raise ValueError("tensor_parallel_size: each rank is a process, so the executor must be 'ray'")
+        if self.pipeline_parallel_size > 1:
+            if self.executor != "ray":
+                raise ValueError("pipeline_parallel_size: each stage is a process, so the executor must be 'ray'")
+            if self.record_dir is not None:
+                raise ValueError("record_dir: steps are not recorded with pipeline_parallel_size over 1")
         return self
 
 
@@ -278,6 +286,23 @@ class Config(Frozen):
         if self.engine.tensor_parallel_size > 1 and self.lora.root is not None:
             raise ValueError("lora.root: adapters are not served with engine.tensor_parallel_size over 1")
         return self
+
+    @model_validator(mode="after")
+    def _stages_draw_in_turn(self) -> Config:
+        if self.engine.pipeline_parallel_size > 1:
+            for name, is_set, what in (
+                ("lora.root", self.lora.root is not None, "adapters are"),
+                ("scheduler.speculative_tokens", self.scheduler.speculative_tokens > 0, "draft tokens are"),
+                ("device", self.device == "cuda", "GPUs are"),
+            ):
+                if is_set:
+                    raise ValueError(f"{name}: {what} not served with engine.pipeline_parallel_size over 1")
+        return self
+
+    @property
+    def steps_in_flight(self) -> int:
+        """Number of steps submitted to the workers before the first one returns: one more for each further stage."""
+        return self.scheduler.steps_in_flight + self.engine.pipeline_parallel_size - 1
 
     @property
     def model_name(self) -> str:

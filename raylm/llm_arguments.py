@@ -71,6 +71,8 @@ def _check_local(asked: Config) -> None:
         raise ConfigError("engine.executor: LLM runs in one process; only 'local' is possible here.")
     if engine.tensor_parallel_size != 1:
         raise ConfigError("engine.tensor_parallel_size: LLM runs in one process, and each rank needs its own.")
+    if engine.pipeline_parallel_size != 1:
+        raise ConfigError("engine.pipeline_parallel_size: LLM runs in one process, and each stage needs its own.")
     for name, _, default in knobs():
         value: Any = asked
         for part in name.split("."):

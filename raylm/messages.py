@@ -405,6 +405,15 @@ class EngineSnapshot:
 
 
 @dataclass(frozen=True, slots=True)
+class StageInfo:
+    """A stage of a pipeline: its ``first`` and ``last`` layer, and the bytes of its weights on each of its ranks."""
+
+    first: int
+    last: int
+    weights_bytes: int
+
+
+@dataclass(frozen=True, slots=True)
 class WorkerInfo:
     """The properties of a worker, determined at start.
 
@@ -412,7 +421,9 @@ class WorkerInfo:
     longest sequence in tokens that the model and the pool allow. ``stages`` are (name, seconds) of the start.
     ``quantization`` describes the quantization of the linear layers, None without one. With several ranks
     (``tensor_parallel_size``), threads and bytes are those of each rank; all ranks have the same blocks. Engines with
-    equal ``fingerprint`` give equal requests equal tokens, unless it ends with ``_varies``.
+    equal ``fingerprint`` give equal requests equal tokens, unless it ends with ``_varies``. If the model has
+    several stages, ``layers`` are the first and the last one of this worker, counted from 0, and ``pipeline`` lists
+    all stages.
     """
 
     num_blocks: int
@@ -429,6 +440,8 @@ class WorkerInfo:
     quantization: str | None = None
     tensor_parallel_size: int = 1
     fingerprint: str = ""
+    layers: tuple[int, int] | None = None
+    pipeline: list[StageInfo] = field(default_factory=list)
 
 
 @dataclass(frozen=True, slots=True)

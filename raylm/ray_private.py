@@ -135,7 +135,8 @@ def spread_over_nodes(deployments: frozenset[str]) -> None:
 
     Call in Serve's controller. Serve itself lets Ray choose: a replica in a placement group goes where most is taken,
     others go in turn with the replicas of all deployments, so that two may share a node while another has none. A
-    replica that needs a GPU is left to Ray. Later calls in the same process do nothing.
+    replica that needs a GPU, or several nodes (stages of an engine), is left to Ray. Later calls in the same process do
+    nothing.
     """
     from ray.serve._private.deployment_scheduler import DeploymentScheduler
 
@@ -146,6 +147,7 @@ def spread_over_nodes(deployments: frozenset[str]) -> None:
     @functools.wraps(place)
     def spread(self: Any, scheduling_request: Any, default_scheduling_strategy: str, **more: Any) -> bool:
         is_free = default_scheduling_strategy == "SPREAD" and not more
+        is_free = is_free and scheduling_request.placement_group_strategy in (None, "STRICT_PACK")
         if is_free and scheduling_request.replica_id.deployment_id.name in deployments:
             more["target_node_id"] = _least_used_node(self, scheduling_request)
         return bool(place(self, scheduling_request, default_scheduling_strategy, **more))

@@ -79,7 +79,8 @@ class FakeWorker:
 
     ``poison`` makes a sequence that contains it fail, as if its logits were not finite. With ``speculative_tokens`` it
     guesses up to so many tokens of a sequence that decodes, as many of them right as ``luck`` has it. One with a
-    grammar has no guesses, and defers its draw with the probability ``lateness``.
+    grammar has no guesses, and defers its draw with the probability ``lateness``. When a step is planned, the results of
+    at most ``unseen_steps`` are unknown.
     """
 
     num_blocks: int = 64
@@ -90,6 +91,7 @@ class FakeWorker:
     poison: int | None = None
     speculative_tokens: int = 0
     lateness: float = 0.0
+    unseen_steps: int = 3
     luck: Random = field(default_factory=lambda: Random(0))
     model: FakeModel = field(default_factory=FakeModel)
     kv: dict[tuple[int, int], Entry] = field(default_factory=dict)
@@ -227,9 +229,12 @@ class FakeWorker:
         return replace(result, logprobs=logprobs, drafted_tokens=drafted)
 
     def _where_it_is(self, row: Row, computed: int) -> int:
-        """The tokens really computed of a sequence that decodes; the plan may not have seen three steps of it."""
+        """The tokens really computed of a sequence that decodes; the plan may not have seen some steps of it."""
         here = len(row.tokens) - 1
-        most, least = 4 * self.speculative_tokens, -3 if self.lateness and row.new.grammar is not None else 0
+        most, least = (
+            4 * self.speculative_tokens,
+            -self.unseen_steps if self.lateness and row.new.grammar is not None else 0,
+        )
         assert least <= here - computed <= most, f"{here} tokens are computed, not {computed}"
         return here
 

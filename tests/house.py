@@ -69,8 +69,9 @@ BESIDE_THE_CORE = {
     ),
     "speculation": ("worker/speculation/", "native/drafts.py"),
     "GPU": ("worker/gpu/", "models/gpu/", "models/kv_scales.py"),
-    "tensor parallelism": (
-        "engine/tensor_parallel_executor.py", "worker/distributed/", "models/tensor_parallel.py", "models/ranks.py",
+    "tensor and pipeline parallelism": (
+        "engine/parallel_executor.py", "engine/stage_turns.py", "worker/distributed/", "models/tensor_parallel.py",
+        "models/pipeline.py", "models/ranks.py",
     ),
     "quantization": ("models/quantization/",),
     "GGUF files": ("gguf/", "models/gguf_"),

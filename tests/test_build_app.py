@@ -66,6 +66,29 @@ def test_with_postgres_there_is_no_actor_of_the_store(monkeypatch: pytest.Monkey
         assert set(built._bound_deployment.init_kwargs) == actors
 
 
+def test_stages_are_spread_and_refused_where_they_do_not_fit(monkeypatch: pytest.MonkeyPatch) -> None:
+    from raylm import app
+
+    nodes = [{"Alive": True, "Resources": {"CPU": cpus}} for cpus in (2.0, 4.0)]
+    monkeypatch.setattr(app.ray, "nodes", lambda: nodes)
+    engine: dict[str, Any] = {"pipeline_parallel_size": 2, "tensor_parallel_size": 2, "num_cpus": 1}
+    built = app.build_app({"device": "cpu", "engine": engine})
+    options = built._bound_deployment.init_args[1]._bound_deployment._replica_config
+    assert options.placement_group_strategy == "SPREAD"
+    assert options.placement_group_bundles == [{"CPU": 2.2}, {"CPU": 2.0}]
+    alone = app.build_app({"device": "cpu"})._bound_deployment.init_args[1]._bound_deployment._replica_config
+    assert alone.placement_group_strategy == "STRICT_PACK"
+    said = r"^engine.pipeline_parallel_size: a stage \(engine.num_cpus: 2, .*\) needs 4.2 CPUs on one node; no node has"
+    with pytest.raises(ConfigError, match=said):
+        app.build_app({"device": "cpu", "engine": engine | {"num_cpus": 2}})
+    said = r"^engine.pipeline_parallel_size: 3 stages \(.*\) need 6.2 CPUs; all nodes together have 6\."
+    with pytest.raises(ConfigError, match=said):
+        app.build_app({"device": "cpu", "engine": engine | {"pipeline_parallel_size": 3}})
+    nodes.append({"Alive": True, "Resources": {"CPU": 8.0, "GPU": 2.0}})
+    with pytest.raises(ConfigError, match=r"^engine.pipeline_parallel_size: several stages are served on CPUs only"):
+        app.build_app({"engine": engine})
+
+
 def test_a_range_of_engines_is_serves_autoscaling_by_our_policy(monkeypatch: pytest.MonkeyPatch) -> None:
     from raylm import app
 

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import pytest
 from pydantic import ValidationError
 
@@ -63,3 +65,34 @@ def test_faults_are_one_line_without_a_link() -> None:
     assert "cache.num_blocks: Input should be greater than or equal to 2" in line
     assert "cache.dtype: Input should be 'auto' or 'fp8'" in line
     assert "engine: unknown key 'thread'; did you mean 'threads'?" in line
+
+
+@pytest.mark.parametrize(
+    ("knobs", "said"),
+    [
+        ({"engine": {"executor": "local"}}, "engine: pipeline_parallel_size: each stage is a process, so the executor"),
+        (
+            {"engine": {"record_dir": "/r"}},
+            "engine: record_dir: steps are not recorded with pipeline_parallel_size over",
+        ),
+        ({"lora": {"root": "/a"}}, "lora.root: adapters are not served with engine.pipeline_parallel_size over 1"),
+        (
+            {"scheduler": {"speculative_tokens": 3}},
+            "scheduler.speculative_tokens: draft tokens are not served with engine.pipeline_parallel_size over 1",
+        ),
+        ({"device": "cuda"}, "device: GPUs are not served with engine.pipeline_parallel_size over 1"),
+    ],
+)
+def test_what_stages_do_not_serve_is_refused_by_name(knobs: dict[str, Any], said: str) -> None:
+    Config.model_validate(knobs)
+    divided = knobs | {"engine": knobs.get("engine", {}) | {"pipeline_parallel_size": 2}}
+    with pytest.raises(ValidationError) as refused:
+        Config.model_validate(divided)
+    assert said in faults(refused.value)
+
+
+def test_each_stage_has_a_further_step_in_flight() -> None:
+    assert Config().steps_in_flight == 2
+    stages = {"engine": {"pipeline_parallel_size": 3}}
+    assert Config.model_validate(stages).steps_in_flight == 4
+    assert Config.model_validate(stages | {"scheduler": {"steps_in_flight": 1}}).steps_in_flight == 3

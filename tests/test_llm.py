@@ -315,6 +315,7 @@ def test_knobs_have_short_names_and_vllms(path: Path) -> None:
         ({"model": 5}, "model: Input should be a valid string"),
         ({"num_blocks": 4, "cache": {"num_blocks": 5}}, "cache.num_blocks: set twice, also as 'num_blocks'."),
         ({"tensor_parallel_size": 2}, "engine.tensor_parallel_size: LLM runs in one process, and each rank needs its"),
+        ({"pipeline_parallel_size": 2}, "engine.pipeline_parallel_size: LLM runs in one process, and each stage needs"),
         ({"executor": "ray"}, "engine.executor: LLM runs in one process; only 'local' is possible here."),
         ({"max_queued_requests": 4}, "ingress.max_queued_requests: this knob is for servers and has no effect in LLM."),
         ({"engine": {"replicas": 2}}, "engine.replicas: this knob is for servers and has no effect in LLM."),

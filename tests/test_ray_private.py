@@ -183,7 +183,7 @@ def test_replicas_are_spread_over_the_nodes_that_have_room(monkeypatch: pytest.M
     nodes = Nodes()
     scheduler = DeploymentScheduler(nodes, "a", lambda request: None)
 
-    def start(name: str, replica: str, resources: dict[str, float]) -> str | None:
+    def start(name: str, replica: str, resources: dict[str, float], strategy: str | None = None) -> str | None:
         """Which node is asked for."""
         of = DeploymentID(name, "app")
         if of not in scheduler._deployments:
@@ -192,7 +192,7 @@ def test_replicas_are_spread_over_the_nodes_that_have_room(monkeypatch: pytest.M
             scheduler.on_deployment_deployed(of, config)
         request = ReplicaSchedulingRequest(
             replica_id=ReplicaID(replica, of), actor_def=None, actor_resources=resources, actor_options={},
-            actor_init_args=(), on_scheduled=lambda *_: None,
+            actor_init_args=(), on_scheduled=lambda *_: None, placement_group_strategy=strategy,
         )  # fmt: skip
         scheduler._pending_replicas[of][request.replica_id] = request
         scheduler._schedule_with_spread_strategy()
@@ -207,6 +207,7 @@ def test_replicas_are_spread_over_the_nodes_that_have_room(monkeypatch: pytest.M
         scheduler.on_replica_stopping(ReplicaID(one, DeploymentID("Ingress", "app")))
     nodes.cpus.pop("a")  # is lost
     assert {start("Ingress", one, small) for one in "78"} == {"b", "c"}
+    assert start("Ingress", "s", small, "SPREAD") is None, "Ray refuses to start an engine of several nodes at one"
     nodes.cpus["b"] = 0.0
     assert start("Ingress", "9", small) == "c", "the only one that has room"
     nodes.cpus["c"] = 0.0

@@ -20,7 +20,7 @@ from benchmarks.rows import Report, parser
 from raylm import Config
 from raylm.engine import EngineCore, LocalExecutor
 from raylm.engine.model_executor import ModelExecutor
-from raylm.engine.ray_executor import WORKER_THREADS, RayExecutor, WorkerActor, create_worker, prepare_process
+from raylm.engine.ray_executor import RayExecutor, WorkerActor, create_worker, prepare_process, worker_threads
 from raylm.messages import EngineCoreRequest, ModelRunnerOutput, SchedulerOutput, WorkerInfo
 from raylm.params import SamplingParams
 from raylm.worker import Worker
@@ -51,7 +51,7 @@ class FixedTimeWorker(Worker):
 
     forward_s = 0.0
 
-    def start(self, port: int = 0) -> WorkerInfo:
+    def start(self, meeting: str = "", address: str = "") -> WorkerInfo:
         return WorkerInfo(4096, 16, 65_536, 1000, "cpu", "none", "none", 1, 0, 0)
 
     def launch(self, plan: SchedulerOutput) -> Callable[[], ModelRunnerOutput]:
@@ -121,7 +121,7 @@ def measure(executor: str, in_flight: int, forward_s: float | None, batch: int, 
     if executor == "ray" and forward_s is None:
         worker = create_worker(config, num_cpus=0.1)
     elif executor == "ray":
-        actor = ray.remote(FixedTimeActor).options(num_cpus=0.1, max_concurrency=WORKER_THREADS)
+        actor = ray.remote(FixedTimeActor).options(num_cpus=0.1, max_concurrency=worker_threads(config))
         worker = actor.remote(config, forward_s)
     bench = Bench.remote()
     found: tuple[float, float] = ray.get(bench.run.remote(config, forward_s, worker, batch, steps))

@@ -273,6 +273,9 @@ def _pool(subject: Subject, config: Config, checkpoint: Checkpoint) -> Iterator[
         from raylm.engine import check_memory as fits
 
         fits(config, 0, available_memory())
+    if config.engine.pipeline_parallel_size > 1:
+        yield Finding("KV pool", "note", "known when the stages have started, which may be on several nodes")
+        return
     if not on_gpu and not subject.compile and not _kernels_are_ready():
         yield Finding("KV pool", "note", "known when the kernels are compiled", "raylm doctor --compile")
         return

@@ -20,9 +20,9 @@ from raylm.engine.deployment.names import EngineName
 from raylm.engine.engine_core import EngineCore
 from raylm.engine.link import SILENCE_S, Link, Listener, Silence
 from raylm.engine.model_executor import LocalExecutor, ModelExecutor
+from raylm.engine.parallel_executor import ParallelExecutor
 from raylm.engine.parking import PERIOD_S
 from raylm.engine.ray_executor import RayExecutor, prepare_process
-from raylm.engine.tensor_parallel_executor import TensorParallelExecutor
 from raylm.errors import EngineCrashedError, EngineDiedError
 from raylm.messages import (
     ClientBatch,
@@ -209,7 +209,7 @@ def _executor(config: Config, workers: list[ActorHandle], on_pids: Callable[[lis
     if config.engine.executor == "local":
         prepare_process()
         return LocalExecutor(config)
-    return (RayExecutor if len(workers) == 1 else TensorParallelExecutor)(workers, on_pids)
+    return (RayExecutor if len(workers) == 1 else ParallelExecutor)(workers, on_pids, config.engine)
 
 
 def create_engine_core(

@@ -291,13 +291,13 @@ class EngineCore:
         """Plan and submit steps, then apply the result of the oldest. Further steps are submitted before it arrives.
 
         Behind a long step, the next step is planned when most of the long step is over, so that requests which arrive
-        meanwhile join it.
+        meanwhile join it. Each stage of a pipeline gets a step at once.
         """
         self._end_leavers()
-        self._hand_over(1)
-        if self._in_flight and len(self._in_flight) < self._config.scheduler.steps_in_flight:
+        self._hand_over(self._config.engine.pipeline_parallel_size)
+        if self._in_flight and len(self._in_flight) < self._config.steps_in_flight:
             await self._until_most_is_over()
-            self._hand_over(self._config.scheduler.steps_in_flight)
+            self._hand_over(self._config.steps_in_flight)
         given_up = self.scheduler.take_given_up()
         for client_id, key in given_up:
             self._refuse(

@@ -13,19 +13,17 @@ import ray
 from ray.actor import ActorHandle
 from ray.exceptions import RayActorError, RayError, RayTaskError
 
-from raylm.config import Config
+from raylm.config import Config, EngineConfig
 from raylm.engine.link import SILENCE_S
 from raylm.engine.model_executor import ModelExecutor
 from raylm.engine.steps import StepFailure, StepLink, StepServer
 from raylm.errors import EngineCrashedError, EngineDiedError, RayLMError
 from raylm.messages import ModelRunnerOutput, SchedulerOutput, WorkerInfo
 from raylm.stages import Source, configure_logs
-from raylm.worker import Worker
+from raylm.worker import LOOPBACK, Worker
 
 T = TypeVar("T")
 
-# One computes, one waits its turn, one packs its result, one loads adapters, one compiles grammars.
-WORKER_THREADS = 5
 _NICENESS = 5  # of a worker that computes on the cores of those who deliver what it draws: these go first
 
 
@@ -80,12 +78,16 @@ class WorkerActor(Worker):
         self._turns = Turns()
         self._overlapped = False
 
-    def start(self, meeting: str = "") -> WorkerInfo:
-        info = super().start(meeting)
+    def start(self, meeting: str = "", address: str = LOOPBACK) -> WorkerInfo:
+        info = super().start(meeting, address)
         self._overlapped = info.device != "cpu"
         if info.device == "cpu":
             lower_priority(_NICENESS)
         return info
+
+    def address(self) -> str:
+        """Of this node, at which other nodes reach it."""
+        return str(ray.util.get_node_ip_address())
 
     def open_link(self, node_id: str) -> str | None:
         """Where this worker takes steps from an EngineCore on that node; None if it is another node than its own."""
@@ -100,9 +102,17 @@ class WorkerActor(Worker):
         return output()
 
 
-def worker_name(config: Config, rank: int) -> str:
-    """Its name in the log."""
-    return "worker" if config.engine.tensor_parallel_size == 1 else f"worker of rank {rank}"
+def worker_name(engine: EngineConfig, rank: int) -> str:
+    """Its name in the log and in messages."""
+    stage, rank = divmod(rank, engine.tensor_parallel_size)
+    parts = [f"rank {rank}"] if engine.tensor_parallel_size > 1 else []
+    parts += [f"stage {stage}"] if engine.pipeline_parallel_size > 1 else []
+    return " of ".join(["worker", *parts])
+
+
+def worker_threads(config: Config) -> int:
+    """One for each step in flight, one packs a result, one loads adapters, one compiles grammars."""
+    return config.steps_in_flight + 3
 
 
 def create_worker(config: Config, rank: int = 0, engine: tuple[str, str] = ("", ""), **options: Any) -> ActorHandle:
@@ -110,8 +120,8 @@ def create_worker(config: Config, rank: int = 0, engine: tuple[str, str] = ("", 
 
     ``engine`` are the names of its application and engine in the log; ``options`` are Ray's (resources, placement).
     """
-    options |= {"max_restarts": 0, "max_task_retries": 0, "max_concurrency": WORKER_THREADS}
-    source = Source(worker_name(config, rank), *engine)
+    options |= {"max_restarts": 0, "max_task_retries": 0, "max_concurrency": worker_threads(config)}
+    source = Source(worker_name(config.engine, rank), *engine)
     return ray.remote(WorkerActor).options(**options).remote(config, rank, source)
 
 
@@ -121,9 +131,15 @@ class RayExecutor(ModelExecutor):
     ``on_pids`` gets the processes of the workers on this node as soon as they run.
     """
 
-    def __init__(self, workers: list[ActorHandle], on_pids: Callable[[list[int]], None] | None = None) -> None:
+    def __init__(
+        self,
+        workers: list[ActorHandle],
+        on_pids: Callable[[list[int]], None] | None = None,
+        engine: EngineConfig | None = None,
+    ) -> None:
         self._workers = workers
         self._on_pids = on_pids
+        self._engine = engine or EngineConfig(tensor_parallel_size=len(workers))
         self._links: list[StepLink] = []
         self._senders: list[SendStep] = []
 
@@ -145,7 +161,7 @@ class RayExecutor(ModelExecutor):
             if path is None:
                 self._senders.append(worker.execute.remote)
                 continue
-            link = StepLink("worker" if len(self._workers) == 1 else f"worker of rank {rank}", self.on_lost)
+            link = StepLink(worker_name(self._engine, rank), self.on_lost)
             await link.connect(path)
             self._links.append(link)
             self._senders.append(step_sender(link))

@@ -17,6 +17,7 @@ from raylm.engine.parking import Parking
 from raylm.engine.queues import create_queue
 from raylm.engine.sequence import RequestState, Sequence, Status
 from raylm.engine.snapshot import take_snapshot
+from raylm.engine.stage_turns import StageTurns
 from raylm.engine.step_budget import create_budget
 from raylm.engine.step_plan import StepPlan
 from raylm.engine.time_limits import TimeLimits
@@ -43,9 +44,9 @@ class Scheduler:
     some of the difference within its budget. A long prompt, a prefix hit, a preempted sequence and a decoding sequence
     differ only in the size of this difference.
 
-    Up to ``steps_in_flight`` plans may be with the worker. ``num_tokens`` of a sequence includes the token that each
-    step in flight will draw; the worker feeds that token to its next step itself. Accepted draft tokens beyond it are
-    added when the result arrives.
+    Up to ``Config.steps_in_flight`` plans may be with the workers. ``num_tokens`` of a sequence includes the token that
+    each step in flight will draw; the workers feed that token to their next step themselves. Accepted draft tokens
+    beyond it are added when the result arrives. With several ``stages``, decoding sequences take turns (StageTurns).
 
     No sequence starves. The first running sequence (by rank) is never preempted, and gets blocks as long as any other
     sequence holds some. Alone it always fits, because ``max_model_len`` is at most the size of the pool.
@@ -58,6 +59,7 @@ class Scheduler:
         max_model_len: int,
         clock: Callable[[], float] = time.time,
         observer: Observer | None = None,
+        stages: int = 1,
     ) -> None:
         self.kv = kv
         self._observer = observer or Observer()
@@ -75,6 +77,7 @@ class Scheduler:
         self._finished: list[int] = []
         self._given_up: list[tuple[str, int]] = []
         self._limits = TimeLimits()
+        self._turns = StageTurns(stages)
         self._ids: Iterator[int] = count()  # sequence ids, in the order of arrival
         self._step = 0
         self._seen = 0
@@ -175,7 +178,9 @@ class Scheduler:
             return None
         self._step += 1
         finished, self._finished = self._finished, []
-        return plan.columns(self._step, finished)
+        columns = plan.columns(self._step, finished)
+        self._turns.note(columns, self._sequences)
+        return columns
 
     def _give_up(self) -> bool:
         """End the waiting requests whose time limit has expired. Returns False if more of them are left.
@@ -203,7 +208,8 @@ class Scheduler:
             self.waiting.invite(coming)
 
     def _schedule_running(self, plan: StepPlan) -> None:
-        for seq in plan.add_running(self.running, self._lookahead.reserve_every, self._reserve_blocks):
+        turn = self._turns.next(self.running, self._step + 1, self._seen)
+        for seq in plan.add_running(self.running, self._lookahead.reserve_every, self._reserve_blocks, turn):
             self.kv.publish(seq, seq.num_computed)
 
     def _schedule_waiting(self, plan: StepPlan) -> None:

@@ -124,9 +124,10 @@ class Sequence:
     counts the token that each step in flight will draw, and ``num_computed`` the tokens that they compute; accepted
     drafts are added when the results arrive. ``next_check`` is the length at which an appended token needs handling:
     first that of the first generated token, then ``limit``. A preempted sequence may restart when the result of step
-    ``resume_after`` has arrived. ``num_cached`` is the number of prompt tokens found in the prefix cache. ``due``
-    orders the waiting sequences; the fair policy owns it. ``prompt_logprobs`` collects the log-probabilities of the
-    prompt; None if they were not requested or are delivered already.
+    ``resume_after`` has arrived. With stages, ``last_draw`` is the last step in which it draws. ``num_cached`` is the
+    number of prompt tokens found in the prefix cache. ``due`` orders the waiting sequences; the fair policy owns it.
+    ``prompt_logprobs`` collects the log-probabilities of the prompt; None if they were not requested or are delivered
+    already.
     """
 
     id: int
@@ -143,6 +144,7 @@ class Sequence:
     num_computed: int = 0
     num_cached: int = 0
     resume_after: int = 0
+    last_draw: int = 0
     due: float = 0.0
     status: Status = Status.WAITING
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable
 
 from raylm.engine.sequence import Sequence
+from raylm.engine.stage_turns import ALL, Turn
 from raylm.messages import NewSequence, SchedulerOutput
 
 Reserve = Callable[[Sequence, int, "StepPlan"], bool]
@@ -35,17 +36,20 @@ class StepPlan:
     def empty(self) -> bool:
         return not self._ids and not self._chunks
 
-    def add_running(self, running: list[Sequence], reserve_every: int, reserve: Reserve) -> list[Sequence]:
+    def add_running(
+        self, running: list[Sequence], reserve_every: int, reserve: Reserve, turn: Turn = ALL
+    ) -> list[Sequence]:
         """Add the running sequences in the order of their rank.
 
         A chunk of a prompt leaves one token of the budget for each sequence after it. A decoding sequence requests
         blocks by ``reserve`` when it has computed a multiple of ``reserve_every`` tokens. If ``reserve`` returns False,
-        the sequence skips this step. ``reserve`` may remove sequences after ``place`` from ``running``.
+        the sequence skips this step, as do decoding sequences that are not in the ``turn``. ``reserve`` may remove
+        sequences after ``place`` from ``running``.
 
         Returns the sequences of which a chunk was added.
         """
         ids, computed_tokens, tokens = self._ids, self._computed, self.tokens
-        chunked = []
+        chunked, (latest, left) = [], turn
         for place, seq in enumerate(running):
             computed, known = seq.num_computed, seq.num_tokens
             if known >= seq.limit or tokens <= 0:
@@ -53,7 +57,8 @@ class StepPlan:
             if known - computed > 1:
                 tokens -= self._add_chunk(seq, max(1, tokens - (len(running) - place - 1)))
                 chunked.append(seq)
-            elif computed % reserve_every or reserve(seq, place, self):
+            elif left > 0 and seq.last_draw <= latest and (computed % reserve_every or reserve(seq, place, self)):
+                left -= 1
                 ids.append(seq.id)
                 computed_tokens.append(computed)
                 seq.num_computed = known

@@ -9,7 +9,6 @@ import signal
 import time
 from contextlib import suppress
 from dataclasses import asdict
-from itertools import count
 from typing import Any
 
 import ray
@@ -34,6 +33,7 @@ from raylm.worker import available_memory
 
 SUPERVISOR_CPUS = 0.1
 ENGINE_CORE_CPUS = 0.1
+_DIGITS = 4  # of a resource, as Ray keeps it
 _SWITCH_S = 30.0  # in which an update's new ingress replicas take over from those that use an old engine
 MOST_STARTS = 3
 
@@ -41,12 +41,31 @@ logger = logging.getLogger("raylm.engine")
 
 
 def placement_bundles(config: Config, gpus: int) -> list[dict[str, float]]:
-    """What one engine reserves: for its supervisor, its EngineCore and each of its workers, in this order."""
+    """What one engine reserves: for its supervisor, its EngineCore and each of its workers, in this order.
+
+    With several stages, which may be on several nodes: what is reserved on one node together. The first bundle is for
+    supervisor, EngineCore and the last stage, which returns the results, the others are for one stage each.
+    """
     device = {"GPU": float(gpus)} if gpus else {"CPU": config.engine.num_cpus}
     core = {"CPU": ENGINE_CORE_CPUS}
     if config.engine.executor == "local":
         return [{"CPU": SUPERVISOR_CPUS}, core | device]
-    return [{"CPU": SUPERVISOR_CPUS}, core, *[device] * config.engine.tensor_parallel_size]
+    size, count = config.engine.tensor_parallel_size, config.engine.pipeline_parallel_size
+    if count == 1:
+        return [{"CPU": SUPERVISOR_CPUS}, core, *[device] * size]
+    stage = round(config.engine.num_cpus * size, _DIGITS)
+    last = round(SUPERVISOR_CPUS + ENGINE_CORE_CPUS + stage, _DIGITS)
+    return [{"CPU": last}, *[{"CPU": stage}] * (count - 1)]
+
+
+def actor_bundles(config: Config, gpus: int) -> list[tuple[int, dict[str, float]]]:
+    """The bundle (its index) of the EngineCore and of each worker, and the part that it takes."""
+    size, count = config.engine.tensor_parallel_size, config.engine.pipeline_parallel_size
+    if count == 1:
+        return list(enumerate(placement_bundles(config, gpus)))[1:]
+    worker = {"CPU": config.engine.num_cpus}
+    stages = [(stage + 1) % count for stage in range(count)]
+    return [(0, {"CPU": ENGINE_CORE_CPUS}), *((bundle, worker) for bundle in stages for _ in range(size))]
 
 
 def drain_limit_s(config: Config) -> float:
@@ -70,7 +89,7 @@ class EngineProcesses:
         self._link: Link | None = None
         self._pidfds: list[int] = []  # of the workers
         self._listener = Listener("supervisor")
-        _, core, *workers = map(_options, count(), placement_bundles(config, gpus))
+        core, *workers = [_options(*each) for each in actor_bundles(config, gpus)]
         own = EngineName.parse(name)
         names = ("" if own is None else own.app_name, engine_id)
         named = {"namespace": NAMESPACE}
@@ -157,10 +176,10 @@ class EngineProcesses:
             self._ended.set_result(reason)
 
 
-def _options(index: int, bundle: dict[str, float]) -> dict[str, Any]:
-    """Ray's options of an actor that takes a whole bundle of the supervisor's placement group."""
+def _options(index: int, resources: dict[str, float]) -> dict[str, Any]:
+    """Ray's options of an actor that takes these resources of a bundle of the supervisor's placement group."""
     strategy = PlacementGroupSchedulingStrategy(get_current_placement_group(), placement_group_bundle_index=index)
-    return {"num_cpus": bundle.get("CPU", 0), "num_gpus": bundle.get("GPU", 0), "scheduling_strategy": strategy}
+    return {"num_cpus": resources.get("CPU", 0), "num_gpus": resources.get("GPU", 0), "scheduling_strategy": strategy}
 
 
 class Engine:
@@ -259,6 +278,9 @@ def _report(info: EngineInfo, title: str) -> None:
     if worker.tensor_parallel_size > 1:
         each = " each"
         report("stage", "ranks", f"{title}: {worker.tensor_parallel_size} workers share every layer (tensor parallel)")
+    for number, part in enumerate(worker.pipeline):
+        layers = f"layers {part.first} to {part.last}, weights {part.weights_bytes / 2**20:,.0f} MiB{each}"
+        report("stage", "part", f"{title}: stage {number} of {len(worker.pipeline)} has {layers}")
     report("stage", "worker", f"{title}: {', '.join(f'{name} {seconds:.1f} s' for name, seconds in worker.stages)}")
     model = f"{worker.dtype}{quantization} on {worker.device}, CPU threads {worker.threads}"
     weights = f"weights {worker.weights_bytes / 2**20:,.0f} MiB{each}"

@@ -26,7 +26,9 @@ if TYPE_CHECKING:
     from raylm.models.lora import read_adapter_with_digest as read_adapter_with_digest
     from raylm.models.native_decoder import heads_struct as heads_struct
     from raylm.models.ranks import SINGLE_RANK as SINGLE_RANK
+    from raylm.models.ranks import PipelineStage as PipelineStage
     from raylm.models.ranks import Ranks as Ranks
+    from raylm.models.ranks import SingleRank as SingleRank
 
 _MODULES = {
     "causal_lm": ("AttentionSpec", "CausalLM"),
@@ -39,6 +41,6 @@ _MODULES = {
         "pack_native", "read_adapter", "read_adapter_with_digest",
     ),
     "native_decoder": ("heads_struct",),
-    "ranks": ("SINGLE_RANK", "Ranks"),
+    "ranks": ("SINGLE_RANK", "PipelineStage", "Ranks", "SingleRank"),
 }  # fmt: skip
 __getattr__ = front_door(__name__, _MODULES)

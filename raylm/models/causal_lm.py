@@ -137,6 +137,10 @@ class CausalLM(nn.Module, ABC):
     def forward(self, input_ids: Tensor, positions: Tensor, attend: Attend) -> Tensor:
         """``input_ids`` and ``positions`` (tokens,) int64 -> hidden states (tokens, hidden_size)."""
 
+    def empty_stream(self, tokens: int) -> Tensor:
+        """Memory on the CPU for what a stage of a pipeline passes to the next one."""
+        raise AssertionError("it has one stage")
+
     @abstractmethod
     def logits(self, hidden: Tensor) -> Tensor:
         """Hidden states (rows, hidden_size) -> float32 logits (rows, vocab_size).

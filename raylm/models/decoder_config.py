@@ -54,7 +54,8 @@ class DecoderConfig:
     """Configuration of a decoder.
 
     ``windows`` has the number of tokens that a query of each layer attends to, None for all. If several ``ranks`` share
-    the decoder, heads and ``intermediate_size`` are those of this rank; see tensor_parallel.py.
+    the decoder, heads and ``intermediate_size`` are those of this rank; see tensor_parallel.py. ``layers`` are those of
+    this stage; see pipeline.py.
     """
 
     vocab_size: int
@@ -70,6 +71,7 @@ class DecoderConfig:
     rope: Rope
     biases: Biases
     qk_norm: bool
+    layers: range
     ranks: Ranks = SINGLE_RANK
 
     @property
@@ -106,6 +108,7 @@ def decoder_config(
         rope=_rope(fields, head_dim),
         biases=biases,
         qk_norm=qk_norm,
+        layers=range(len(windows)),
     )
 
 

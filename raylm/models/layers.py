@@ -12,6 +12,7 @@ from raylm.models.causal_lm import Attend, AttentionSpec
 from raylm.models.decoder_config import DecoderConfig, Rope
 from raylm.models.elementwise import TORCH, Angles, Elementwise, HeadWeights
 from raylm.models.linear import KernelFactory, Linear, Weighted, prefix_of, unfilled
+from raylm.models.pipeline import has_embedding
 
 
 class Rotary:
@@ -158,17 +159,34 @@ class DecoderLayer(nn.Module):
 
 
 class Decoder(nn.Module):
-    """Embedding, layers, last norm."""
+    """Embedding, layers, last norm; or those of them that a stage has. Layers have their number in the whole model."""
 
     def __init__(self, config: DecoderConfig, specs: list[AttentionSpec]) -> None:
         super().__init__()
-        self.embed_tokens = VocabParallelEmbedding(config) if config.ranks.world_size > 1 else Embedding(config)
-        self.layers = nn.ModuleList(DecoderLayer(config, spec) for spec in specs)
-        self.norm = RMSNorm(config.hidden_size, config.norm_eps)
+        self.embed_tokens: Embedding | None = None
+        if has_embedding(config):
+            self.embed_tokens = VocabParallelEmbedding(config) if config.ranks.world_size > 1 else Embedding(config)
+        self.layers = nn.ModuleList()
+        for number, spec in zip(config.layers, specs, strict=True):
+            self.layers.add_module(str(number), DecoderLayer(config, spec))
+        self.norm = RMSNorm(config.hidden_size, config.norm_eps) if config.ranks.stage.is_last else None
 
-    def forward(self, input_ids: Tensor, angles: Angles, attend: Attend) -> Tensor:
-        x, delta = self.embed_tokens(input_ids), None
+    def forward(self, input_ids: Tensor, angles: Angles, attend: Attend, stream: Tensor | None = None) -> Tensor:
+        """``stream`` (2, tokens, hidden_size) is the result of the stage before: the stream, and what to add to it.
+
+        Returns hidden states (tokens, hidden_size) after the last norm, or else such a ``stream``.
+        """
+        x: Tensor
+        delta: Tensor | None
+        if stream is None:
+            assert self.embed_tokens is not None, "a stage begins with the stream of the stage before"
+            x, delta = self.embed_tokens(input_ids), None
+        else:
+            x, delta = stream.unbind()
         for layer in self.layers:
             x, delta = layer(x, delta, angles, attend)
+        if self.norm is None:
+            assert delta is not None
+            return torch.stack((x, delta))
         normed: Tensor = self.norm(x, delta)[1]
         return normed

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
+import torch
 from torch import Tensor
 
 from raylm.checkpoint import Checkpoint
@@ -12,8 +13,9 @@ from raylm.models.config_fields import Fields
 from raylm.models.decoder_config import Biases, DecoderConfig, decoder_config, layer_windows
 from raylm.models.elementwise import select_elementwise
 from raylm.models.layers import Attention, Decoder, GatedMLP, RMSNorm, Rotary
-from raylm.models.linear import Head, KernelFactory, Weighted
+from raylm.models.linear import Head, KernelFactory, Weighted, linear_layers
 from raylm.models.native_decoder import native_decoder
+from raylm.models.pipeline import is_elsewhere, place
 from raylm.models.ranks import Ranks
 from raylm.models.tensor_parallel import others_names, shards, share
 from raylm.native import NativeDecoder, NativeLinear
@@ -30,15 +32,17 @@ class LlamaForCausalLM(CausalLM):
         self.vocab_widths = config.ranks.widths(config.vocab_size)
         self.attention_specs = [
             AttentionSpec(layer, config.num_heads, config.num_kv_heads, config.head_dim, config.head_dim**-0.5, window)
-            for layer, window in enumerate(config.windows)
+            for layer, window in enumerate(config.windows[config.layers.start : config.layers.stop])
         ]
         self.model = Decoder(config, self.attention_specs)
-        self.lm_head = Head(config.hidden_size, {"lm_head": len(config.vocab)}, bias=False)
+        self.lm_head: Head | None = None
+        if config.ranks.stage.is_last:
+            self.lm_head = Head(config.hidden_size, {"lm_head": len(config.vocab)}, bias=False)
         self.rotary: Rotary | None = None
 
     @classmethod
     def from_checkpoint(cls, checkpoint: Checkpoint, ranks: Ranks) -> LlamaForCausalLM:
-        whole = cls.configure(checkpoint)
+        whole = place(cls.configure(checkpoint), ranks.stage)
         model = cls(share(whole, ranks))
         model.shards = shards(whole, ranks, model.targets())
         return model
@@ -55,12 +59,15 @@ class LlamaForCausalLM(CausalLM):
     def redundant(self) -> frozenset[str]:
         return frozenset({"lm_head.weight"} if self.config.tied else ()) | others_names(self.config)
 
+    def ignores(self, name: str) -> bool:
+        return super().ignores(name) or is_elsewhere(name, self.config)
+
     def freeze(self, kernels: KernelFactory) -> None:
-        embedding = self.model.embed_tokens
-        weight = embedding.weight
-        assert weight is not None, "the model is frozen twice"
-        if self.config.tied:
-            self.lm_head.weight = weight
+        assert self.rotary is None, "the model is frozen twice"
+        embedding, tied = self.model.embed_tokens, self.config.tied
+        if tied and self.lm_head is not None and embedding is not None:
+            self.lm_head.weight = embedding.weight
+        weight = next(self.parameters())
         self.rotary = Rotary(self.config.rope, weight.device, weight.dtype)
         elementwise = select_elementwise(weight.device)
         for module in self.modules():
@@ -68,21 +75,27 @@ class LlamaForCausalLM(CausalLM):
                 module.freeze(kernels)
             if isinstance(module, (RMSNorm, GatedMLP, Attention)):
                 module.elementwise = elementwise
-        head = self.lm_head.kernel
-        if self.config.tied and isinstance(head, NativeLinear) and head.dtype is not None:
+        head = None if self.lm_head is None else self.lm_head.kernel
+        if tied and embedding is not None and isinstance(head, NativeLinear) and head.dtype is not None:
             embedding.weight, embedding.rows = None, head.rows
 
     def native_decoder(self, max_tokens: int, kv_caches: Sequence[Tensor]) -> NativeDecoder | None:
-        if not isinstance(self.lm_head.kernel, NativeLinear) or self.config.ranks.world_size > 1:
+        linear = next(module for _, module in linear_layers(self))
+        if not isinstance(linear.kernel, NativeLinear) or self.config.ranks.world_size > 1:
             return None  # ranks cannot exchange results within one native call
         return native_decoder(self.config, self.model, self.lm_head, max_tokens, kv_caches)
 
-    def forward(self, input_ids: Tensor, positions: Tensor, attend: Attend) -> Tensor:
+    def forward(self, input_ids: Tensor, positions: Tensor, attend: Attend, stream: Tensor | None = None) -> Tensor:
+        """As in CausalLM. A stage begins with the ``stream`` of the stage before and returns one for the next stage."""
         assert self.rotary is not None, "the model is used before its weights are loaded"
-        hidden: Tensor = self.model(input_ids, self.rotary(positions), attend)
+        hidden: Tensor = self.model(input_ids, self.rotary(positions), attend, stream)
         return hidden
 
+    def empty_stream(self, tokens: int) -> Tensor:
+        return torch.empty((2, tokens, self.config.hidden_size), dtype=self.dtype)
+
     def logits(self, hidden: Tensor) -> Tensor:
+        assert self.lm_head is not None, "only the last stage has the head"
         return self.config.ranks.gather(self.lm_head(hidden), self.vocab_widths).float()
 
 

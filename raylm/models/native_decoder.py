@@ -21,18 +21,21 @@ logger = logging.getLogger(__name__)
 
 
 def native_decoder(
-    config: DecoderConfig, decoder: Decoder, head: Linear, max_tokens: int, kv_caches: Sequence[Tensor]
+    config: DecoderConfig, decoder: Decoder, head: Linear | None, max_tokens: int, kv_caches: Sequence[Tensor]
 ) -> NativeDecoder | None:
     """A loaded ``decoder`` with native linear layers as one call.
 
     None, with a warning, if the kernels do not support it.
     """
-    dtype, embedding = decoder.norm.weight.dtype, decoder.embed_tokens.weight
     if reasons := list(_refusals(config)):
         logger.warning("The model runs layer by layer, and slower: %s", ", ".join(reasons), extra=about("slower"))
         return None
-    kept = [config.rope.inv_freq.float().contiguous(), _floats(decoder.norm.weight)]
     modules = cast("list[DecoderLayer]", list(decoder.layers))
+    dtype = modules[0].input_layernorm.weight.dtype
+    embedding = None if decoder.embed_tokens is None else decoder.embed_tokens.weight
+    norm = None if decoder.norm is None else _floats(decoder.norm.weight)
+    inv_freq = config.rope.inv_freq.float().contiguous()
+    kept = [inv_freq, *([] if norm is None else [norm])]
     layers = (layout.Layer * len(modules))(*(_layer(module, kept) for module in modules))
     struct = layout.Model(
         layers=len(modules),
@@ -42,10 +45,10 @@ def native_decoder(
         heads=heads_struct(modules[0].self_attn.spec),
         eps=config.norm_eps,
         rope_scaling=config.rope.scaling,
-        inv_freq=kept[0].data_ptr(),
-        last_norm=kept[1].data_ptr(),
+        inv_freq=inv_freq.data_ptr(),
+        last_norm=None if norm is None else norm.data_ptr(),
         embedding=None if embedding is None else embedding.data_ptr(),
-        head=_packed(head),
+        head=layout.Linear() if head is None else _packed(head),
         layer=layers,
     )
     struct.kept = (kept, layers, decoder, head)  # keeps the memory that it points to alive

@@ -5,12 +5,48 @@ from __future__ import annotations
 from abc import ABC, abstractmethod
 from collections.abc import Iterator
 from contextlib import contextmanager
+from dataclasses import dataclass
 
 from torch import Tensor
 
 
+@dataclass(frozen=True, slots=True)
+class PipelineStage:
+    """One of ``count`` consecutive parts of a model's layers, counted from 0.
+
+    The first stage has the embedding, the last one has the last norm and the head.
+    """
+
+    number: int = 0
+    count: int = 1
+
+    @property
+    def is_first(self) -> bool:
+        return self.number == 0
+
+    @property
+    def is_last(self) -> bool:
+        return self.number + 1 == self.count
+
+    def layers(self, total: int, head: float) -> range:
+        """The layers of this stage, of at least ``count`` in ``total``. The head costs as much as ``head`` layers.
+
+        The stage that costs most costs as little as possible, because it decides the speed of all.
+        """
+        if self.count == 1:
+            return range(total)
+        others = self.count - 1
+        last = min(range(1, total - others + 1), key=lambda own: (max(-(-(total - own) // others), own + head), -own))
+        if self.is_last:
+            return range(total - last, total)
+        return range((total - last) * self.number // others, (total - last) * (self.number + 1) // others)
+
+
+WHOLE = PipelineStage()
+
+
 class Ranks(ABC):
-    """One of the workers that share a model.
+    """One of the workers that share a model, or the layers of one ``stage`` of it.
 
     All must call the same operations, in the same order and with equal shapes.
 
@@ -19,6 +55,7 @@ class Ranks(ABC):
 
     rank: int
     world_size: int
+    stage: PipelineStage = WHOLE
 
     @abstractmethod
     def all_reduce(self, x: Tensor) -> Tensor:
@@ -52,9 +89,12 @@ class Ranks(ABC):
 
 
 class SingleRank(Ranks):
-    """The only worker of a model."""
+    """The only worker of a model, or of a stage of it."""
 
     rank, world_size = 0, 1
+
+    def __init__(self, stage: PipelineStage = WHOLE) -> None:
+        self.stage = stage
 
     def all_reduce(self, x: Tensor) -> Tensor:
         return x

@@ -68,7 +68,7 @@ def shards(whole: DecoderConfig, ranks: Ranks, names: Iterable[str]) -> dict[str
 
 def others_names(config: DecoderConfig) -> set[str]:
     """Tensors only on rank 0, because they are added once, after the sum over ranks."""
-    layers = range(len(config.windows) if config.ranks.rank else 0)
+    layers = config.layers if config.ranks.rank else ()
     biases = {"self_attn.o_proj": config.biases.output, "mlp.down_proj": config.biases.mlp}
     return {f"model.layers.{i}.{module}.bias" for i in layers for module, has in biases.items() if has}
 

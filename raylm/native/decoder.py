@@ -49,13 +49,18 @@ def paged_attention(
 
 
 class NativeDecoder:
-    """A decoder of the Llama families that runs a step in one call. The layers' ``pools`` are as in src/attention.h."""
+    """A decoder of the Llama families that runs a step in one call. The layers' ``pools`` are as in src/attention.h.
+
+    It may be a stage of a pipeline. Unless it has the first layers, a step begins with the residual stream of earlier
+    layers. Unless it has the last ones (``model.last_norm``), the result is the residual stream.
+    """
 
     def __init__(self, model: lib.Model, pools: Sequence[Tensor], dtype: torch.dtype, vocab_size: int) -> None:
         native = self._native = kernels()
-        self._kind, self._dtype = KINDS[dtype], dtype
+        self._kind = KINDS[dtype]
         self._pools = (ctypes.c_void_p * len(pools))(*(pool.data_ptr() for pool in pools))
         self._num_blocks = pools[0].shape[1]
+        self._result_dtype = dtype if model.last_norm else torch.float32
         self._kept = (model, pools)  # the kernels read this memory
         self._hidden_size, self._vocab_size, self._columns = model.hidden, vocab_size, model.head.columns
         self._team, self._size = native.team, TeamSize(native.team.threads)
@@ -67,16 +72,18 @@ class NativeDecoder:
         batch: lib.Batch,
         adapters: Sequence[AdapterRun] = (),
         when_computing: Callable[[], None] | None = None,
+        stream: Tensor | None = None,
     ) -> Tensor:
         """``input_ids`` (tokens,) int64 -> hidden states (tokens, hidden_size). Runs of ``adapters`` must not overlap.
 
-        ``when_computing`` is called just before the interpreter lock is released.
+        ``when_computing`` is called just before the interpreter lock is released. ``stream`` (tokens, hidden_size) is
+        the residual stream of earlier layers, contiguous and float32, as is the result if other layers follow.
         """
         runs = (lib.AdapterRun * len(adapters))(*map(_run_struct, adapters))
-        hidden = torch.empty((len(input_ids), self._hidden_size), dtype=self._dtype)
+        hidden = torch.empty((len(input_ids), self._hidden_size), dtype=self._result_dtype)
         arguments = (
-            self._kind, self._handle, byref(batch), input_ids.data_ptr(), self._pools, self._num_blocks,
-            hidden.data_ptr(), runs, len(runs),
+            self._kind, self._handle, byref(batch), input_ids.data_ptr(), None if stream is None else stream.data_ptr(),
+            self._pools, self._num_blocks, hidden.data_ptr(), runs, len(runs),
         )  # fmt: skip
         with self._native.lock:
             self._team.use(self._size.choose(len(input_ids)))
@@ -86,6 +93,10 @@ class NativeDecoder:
             self._native.library.raylm_decoder_step(*arguments)
             self._size.observe(len(input_ids), time.perf_counter() - started)
         return hidden
+
+    def empty_stream(self, tokens: int) -> Tensor:
+        """Memory for the residual stream of so many tokens."""
+        return torch.empty((tokens, self._hidden_size), dtype=torch.float32)
 
     def logits(self, hidden: Tensor) -> Tensor:
         """Hidden states (rows, hidden_size) -> float32 logits (rows, vocab_size)."""

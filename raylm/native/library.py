@@ -86,7 +86,10 @@ _KERNELS: Functions = {
     "raylm_decoder_free": (None, [c_int, c_void_p]),
     "raylm_decoder_step": (
         None,
-        [c_int, c_void_p, POINTER(Batch), c_void_p, POINTER(c_void_p), c_int64, c_void_p, POINTER(AdapterRun), c_int],
+        [
+            *[c_int, c_void_p, POINTER(Batch), c_void_p, c_void_p, POINTER(c_void_p), c_int64, c_void_p],
+            *[POINTER(AdapterRun), c_int],
+        ],
     ),
     "raylm_decoder_logits": (None, [c_int, c_void_p, c_void_p, c_int, c_void_p, c_int64]),
     "raylm_peaks": (None, [c_void_p, c_void_p, c_int, c_int64, c_int64, c_void_p, c_void_p]),

@@ -1,4 +1,4 @@
-"""Interfaces of optional features of a step: draft tokens, asynchronous decoding, LoRA adapters.
+"""Interfaces of optional features of a step: drafts, asynchronous decoding, LoRA adapters, stages of a pipeline.
 
 Each class is the interface of a feature and does nothing itself. It is used when the feature is off.
 """
@@ -7,10 +7,14 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 
+from torch import Tensor
+
 from raylm.messages import ModelRunnerOutput, NewSequence
 from raylm.native import AdapterRun
+from raylm.worker.arrays import Ints
 from raylm.worker.forward import Forward
 from raylm.worker.input_batch import InputBatch
+from raylm.worker.input_buffers import StepInputs
 from raylm.worker.step_batch import StepBatch
 
 Pending = Callable[[], ModelRunnerOutput]  # waits for a step's output, on any thread
@@ -88,3 +92,33 @@ class Adapters:
     def runs(self, step: StepBatch) -> list[AdapterRun]:
         """The runs of the step's tokens that use an adapter."""
         return []
+
+
+class Pipeline:
+    """The stages that a model is divided into, as one of their workers sees them.
+
+    The last stage draws. Every other one needs the drawn tokens, because its sequences continue with them; the first
+    stage computes their embeddings. ``waited_s`` is the time spent waiting for other stages so far, in seconds.
+    ``has_deferred`` says that a row has skipped its draw in some step so far.
+    """
+
+    is_last = True
+    has_deferred = False
+    waited_s = 0.0
+
+    def remove(self, row: int) -> None:
+        """The sequence of the row has ended or was preempted. Its tokens still on their way are dropped."""
+
+    def settle(self, step: StepBatch, batch: InputBatch) -> None:
+        """Before the last stage, wait for the tokens that the rows of the step have drawn in earlier steps."""
+
+    def begin(self, inputs: StepInputs, forward: Forward) -> StepInputs:
+        """Wait for the stream of the stage before."""
+        return inputs
+
+    def end(self, stream: Tensor, step: StepBatch) -> None:
+        """Before the last stage, pass the result of a step to the next stage."""
+        raise AssertionError("no stage follows")
+
+    def tell(self, token_ids: Ints) -> None:
+        """On the last stage, tell the stages before which tokens a step has drawn, LATE for rows that skipped it."""

@@ -38,7 +38,11 @@ class Forward(ABC):
 
     @abstractmethod
     def hidden(self, inputs: StepInputs) -> Tensor:
-        """Run the step. Returns hidden states (tokens, hidden_size)."""
+        """Run the step. Returns hidden states (tokens, hidden_size), or the ``stream`` for the next stage."""
+
+    def empty_stream(self, tokens: int) -> Tensor:
+        """Memory for the ``stream`` that a stage of a pipeline passes to the next one."""
+        raise AssertionError("it runs whole models only")
 
     @abstractmethod
     def logits(self, hidden: Tensor) -> Tensor:
@@ -115,12 +119,19 @@ class ModuleForward(Forward):
         if self._low_rank is not None and self._low_rank.capturable:
             self._low_rank.hold(adapted)
 
+    def empty_stream(self, tokens: int) -> Tensor:
+        return self._model.empty_stream(tokens)
+
     def run(self, inputs: StepInputs) -> Tensor:
         """Run the layers of a step. Ignores ``adapters`` of the inputs; ``adapt`` sets them."""
-        return self.run_planned(inputs.input_ids, inputs.positions, self._backend.prepare(inputs.metadata))
+        plan = self._backend.prepare(inputs.metadata)
+        if inputs.stream is None:
+            return self.run_planned(inputs.input_ids, inputs.positions, plan)
+        attend = StepAttention(self._backend, self._kv_caches, plan, self._model.attention_specs)
+        return self._model(inputs.input_ids, inputs.positions, attend, inputs.stream)  # type: ignore[no-any-return]
 
     def run_planned(self, input_ids: Tensor, positions: Tensor, plan: object) -> Tensor:
-        """Like ``run``, with an attention plan of the backend."""
+        """Like ``run`` of a whole model, with an attention plan of the backend."""
         attend = StepAttention(self._backend, self._kv_caches, plan, self._model.attention_specs)
         return self._model(input_ids, positions, attend)  # type: ignore[no-any-return]
 
@@ -157,7 +168,10 @@ class NativeForward(Forward):
 
     def hidden(self, inputs: StepInputs) -> Tensor:
         batch = self._backend.batch(inputs.metadata, inputs.positions)
-        return self._decoder.step(inputs.input_ids, batch, inputs.adapters, self.when_computing)
+        return self._decoder.step(inputs.input_ids, batch, inputs.adapters, self.when_computing, inputs.stream)
+
+    def empty_stream(self, tokens: int) -> Tensor:
+        return self._decoder.empty_stream(tokens)
 
     def logits(self, hidden: Tensor) -> Tensor:
         return self._decoder.logits(hidden)

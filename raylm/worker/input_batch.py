@@ -35,11 +35,19 @@ class InputBatch:
         sampling           [max_num_seqs] records of SAMPLING_DTYPE: temperature 0 is greedy, top_k is vocab_size when
                            off, logprobs is NO_LOGPROBS when not requested
     State that few sequences need (biases, masks, penalties) is in ``processors``, each of which owns its rows, and in
-    ``logprob_token_ids`` by row.
+    ``logprob_token_ids`` by row. A worker that never ``draws``, because it has a stage before the last one, has no
+    processors.
     """
 
     def __init__(
-        self, max_num_seqs: int, max_model_len: int, block_size: int, vocab_size: int, grammars: Grammars | None = None
+        self,
+        max_num_seqs: int,
+        max_model_len: int,
+        block_size: int,
+        vocab_size: int,
+        grammars: Grammars | None = None,
+        *,
+        draws: bool = True,
     ) -> None:
         self.vocab_size = vocab_size
         self.token_ids = np.zeros((max_num_seqs, max_model_len), np.int32)
@@ -50,11 +58,10 @@ class InputBatch:
         self.limits = np.zeros(max_num_seqs, np.int32)
         self.sampling = np.zeros(max_num_seqs, SAMPLING_DTYPE)
         self.structured = StructuredOutputsProcessor(max_num_seqs, vocab_size, grammars)
-        self.processors: tuple[LogitsProcessor[Any], ...] = (
-            *(kind(max_num_seqs, vocab_size) for kind in LOGITS_PROCESSORS),
-            self.structured,
-        )
-        self._grammars = grammars
+        self.processors: tuple[LogitsProcessor[Any], ...] = ()
+        if draws:
+            self.processors = (*(kind(max_num_seqs, vocab_size) for kind in LOGITS_PROCESSORS), self.structured)
+        self._grammars = grammars if draws else None
         self.logprob_token_ids: dict[int, Ints] = {}
         self._row_of: dict[int, int] = {}
         self._free_rows = list(range(max_num_seqs - 1, -1, -1))

@@ -36,12 +36,16 @@ class Column:
 
 @dataclass(frozen=True, slots=True)
 class StepInputs:
-    """The inputs of one step, flattened: ``input_ids`` and ``positions`` (tokens,) int64, their slots, and adapters."""
+    """The inputs of one step, flattened: ``input_ids`` and ``positions`` (tokens,) int64, their slots, and adapters.
+
+    In all stages of a pipeline but the first, ``stream`` is the result of the stage before.
+    """
 
     input_ids: Tensor
     positions: Tensor
     metadata: AttentionMetadata
     adapters: Sequence[AdapterRun] = ()
+    stream: Tensor | None = None
 
 
 class InputBuffers:

@@ -15,7 +15,7 @@ from raylm import logprob_columns
 from raylm.messages import Logprobs, ModelRunnerOutput, SchedulerOutput
 from raylm.native import AdapterRun
 from raylm.worker.arrays import Ints, slices
-from raylm.worker.features import Adapters, AsyncDecode, Pending, Speculator
+from raylm.worker.features import Adapters, AsyncDecode, Pending, Pipeline, Speculator
 from raylm.worker.forward import Forward
 from raylm.worker.input_batch import InputBatch
 from raylm.worker.input_buffers import InputBuffers, StepInputs
@@ -40,6 +40,7 @@ class ModelRunner:
         async_decode: AsyncDecode | None = None,
         adapters: Adapters | None = None,
         kv_memory: KVMemory | None = None,
+        pipeline: Pipeline | None = None,
     ) -> None:
         self.forward, self.batch, self.buffers = forward, batch, buffers
         self.sampler = sampler or Sampler()
@@ -47,6 +48,7 @@ class ModelRunner:
         self.adapters = adapters or Adapters()
         self.async_decode = async_decode or AsyncDecode()
         self.kv_memory = kv_memory or KVMemory()
+        self.pipeline = pipeline or Pipeline()
         self.pooler = Pooler()
         self._prompt_logprobs: dict[int, int] = {}
         self._has_deferred = False
@@ -57,9 +59,11 @@ class ModelRunner:
     @torch.inference_mode()
     def launch(self, plan: SchedulerOutput) -> Pending:
         """Update the rows, run the step, draw tokens and append them. The returned call may wait for the output."""
-        started = time.perf_counter()
+        started = time.perf_counter() - self.pipeline.waited_s  # waiting for other stages is no part of the step
         with self.kv_memory:
-            step = self._up_to_date(self.pooler.claim(StepBatch.of(plan, self._apply(plan))))
+            step = self.pooler.claim(StepBatch.of(plan, self._apply(plan)))
+            self.pipeline.settle(step, self.batch)
+            step = self._up_to_date(step)
             step = self.speculator.propose(step, self.batch)
             step = self.adapters.arrange(step)
             adapters = self.adapters.runs(step)
@@ -75,10 +79,13 @@ class ModelRunner:
         self, plan: SchedulerOutput, step: StepBatch, adapters: Sequence[AdapterRun], started: float
     ) -> ModelRunnerOutput:
         if not step.seq_ids:
-            return ModelRunnerOutput(plan.step, [], [], [], step_s=time.perf_counter() - started)
-        inputs = self.buffers.build(step, self.batch, adapters)
+            return self._without_tokens(plan, started)
+        inputs = self.pipeline.begin(self.buffers.build(step, self.batch, adapters), self.forward)
         forward_started = time.perf_counter()
         hidden = self.forward.hidden(inputs)
+        if not self.pipeline.is_last:
+            self.pipeline.end(hidden, step)
+            return self._without_tokens(plan, started)
         draws = DrawRows.of(step)
         logits = self.forward.logits(_rows(hidden, draws.tokens))
         if logits.device.type == "cuda":
@@ -94,7 +101,7 @@ class ModelRunner:
         if logprobs is not None and len(kept) < len(logprobs.counts):
             logprobs = logprob_columns.select(logprobs, kept.tolist())
         token_counts = np.bincount(draws.places[kept], minlength=len(step.seq_ids))
-        step_s = time.perf_counter() - started
+        step_s = time.perf_counter() - self.pipeline.waited_s - started
         self.speculator.observe(step, step_s)
         return ModelRunnerOutput(
             step=plan.step,
@@ -112,9 +119,13 @@ class ModelRunner:
             pooled=pooled,
         )
 
+    def _without_tokens(self, plan: SchedulerOutput, started: float) -> ModelRunnerOutput:
+        step_s = time.perf_counter() - self.pipeline.waited_s - started
+        return ModelRunnerOutput(plan.step, [], [], [], step_s=step_s)
+
     def _up_to_date(self, step: StepBatch) -> StepBatch:
         """Let decoding sequences continue where their rows end: the scheduler may not know yet which were deferred."""
-        if not (self._has_deferred or self.async_decode.has_deferred):
+        if not (self._has_deferred or self.async_decode.has_deferred or self.pipeline.has_deferred):
             return step
         decoding = (step.counts == 1) & (step.draws == 1)
         return replace(step, computed=np.where(decoding, self.batch.num_tokens[step.rows] - 1, step.computed))
@@ -123,6 +134,7 @@ class ModelRunner:
         for row, seq_id in zip(self.batch.rows(plan.finished).tolist(), plan.finished, strict=True):
             self.speculator.remove(row, self.batch)
             self.batch.remove(seq_id)
+            self.pipeline.remove(row)
             self._prompt_logprobs.pop(seq_id, None)
             self.pooler.remove(seq_id)
         for new in plan.new:
@@ -146,6 +158,7 @@ class ModelRunner:
         """
         rows = step.rows[draws.places]
         drawn = self.sampler.sample(logits, rows, self.batch, draws.offsets)
+        self.pipeline.tell(drawn.token_ids)
         counts = drawn.token_ids != LATE
         if draws.offsets.any():
             drafts = self.batch.token_ids[rows, self.batch.num_tokens[rows] + draws.offsets]

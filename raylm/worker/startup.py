@@ -8,7 +8,7 @@ import time
 import warnings
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 
 import torch
@@ -23,10 +23,10 @@ from raylm.native import NativeError, most_likely, use_threads
 from raylm.stages import about
 from raylm.worker.attention import AnyBackend, StepLimits, select_backend
 from raylm.worker.cgroup import available_cores, available_memory
-from raylm.worker.distributed.process_group import join_ranks
 from raylm.worker.distributed.rendezvous import Rendezvous
-from raylm.worker.features import AsyncDecode, Speculator
-from raylm.worker.fingerprint import fingerprint
+from raylm.worker.distributed.stages import Workers, join_workers
+from raylm.worker.features import AsyncDecode, Pipeline, Speculator
+from raylm.worker.fingerprint import VARYING, fingerprint
 from raylm.worker.forward import Forward, ModuleForward, select_forward
 from raylm.worker.input_batch import InputBatch
 from raylm.worker.input_buffers import InputBuffers
@@ -77,6 +77,14 @@ class _Loaded:
         """The properties that determine the results besides the checkpoint, as text."""
         return f"{self.dtype}, {self.model.quantization}, attention by {self.backend.name}"
 
+    @property
+    def layers(self) -> tuple[int, int] | None:
+        """The first and the last layer of this stage, None without stages."""
+        config = getattr(self.model, "config", None)
+        if self.ranks.stage.count == 1 or config is None:
+            return None
+        return config.layers.start, config.layers.stop - 1
+
 
 @torch.inference_mode()
 def start_runner(config: Config, rendezvous: Rendezvous | None = None) -> tuple[ModelRunner, WorkerInfo]:
@@ -96,21 +104,26 @@ def start_runner(config: Config, rendezvous: Rendezvous | None = None) -> tuple[
     torch.set_num_threads(available_threads(config.engine))
     device = resolve_device(config.device)
     check_extras(config, device)
-    ranks = join_ranks(rendezvous or Rendezvous(), config.engine.tensor_parallel_size, device)
+    workers = join_workers(rendezvous or Rendezvous(), config.engine, device)
+    ranks, threads = workers.ranks, available_threads(config.engine, workers.beside)
     if device.type == "cpu":
         with stage("native kernels"):
-            use_threads(available_threads(config.engine))
+            use_threads(threads)
     with stage("load weights"):
-        loaded = _load(config, device, ranks)
+        loaded = _load(config, device, ranks, threads)
     with stage("profile run"):
-        activations = _profile(config, loaded)
+        activations = _profile(config, loaded) if ranks.stage.count == 1 else 0
     with stage("allocate KV cache"):
+        if ranks.stage.count > 1:
+            workers.all_min([0])  # stages on this node may still be reading their weights
         bytes_each = block_bytes(loaded.backend, loaded.model.attention_specs, loaded.block_size, loaded.dtype)
-        found = free_memory(device, activations, ranks.world_size, config.engine.max_replicas)
+        found = free_memory(device, activations, workers.beside, config.engine.max_replicas)
         free, default = ranks.all_reduce_min(found)
         longest = loaded.checkpoint.max_position_embeddings
         pool = size_pool(config, loaded.block_size, bytes_each, free, default, longest)
-        runner = _runner(config, loaded, pool)
+        pool = _smallest_pool(pool, workers)
+        runner = _runner(config, loaded, pool, workers.pipeline)
+        _check_stages(workers, runner.forward)
     if device.type == "cuda":
         with stage("compile kernels"):
             runner.forward.compile_at_start()
@@ -131,11 +144,35 @@ def start_runner(config: Config, rendezvous: Rendezvous | None = None) -> tuple[
         stages=stages,
         quantization=loaded.model.quantization,
         tensor_parallel_size=ranks.world_size,
-        fingerprint=fingerprint(loaded.checkpoint, loaded.layout, batch_invariant=runner.forward.batch_invariant),
+        layers=loaded.layers,
+        fingerprint=_fingerprint(loaded, runner.forward, workers),
     )
 
 
-def _load(config: Config, device: torch.device, ranks: Ranks) -> _Loaded:
+def _smallest_pool(pool: KVCacheSize, workers: Workers) -> KVCacheSize:
+    """All stages have as many blocks as the stage with the fewest."""
+    if workers.ranks.stage.count == 1:
+        return pool
+    num_blocks, longest = workers.all_min([pool.num_blocks, pool.max_model_len])
+    return replace(pool, num_blocks=num_blocks, max_model_len=longest)
+
+
+def _check_stages(workers: Workers, forward: Forward) -> None:
+    """Streams of the native decoder and of torch's modules differ."""
+    if workers.ranks.stage.count > 1 and not workers.agree(type(forward).__name__):
+        raise ConfigError(
+            "engine.pipeline_parallel_size: the native decoder runs on some nodes only; the log of workers says why."
+        )
+
+
+def _fingerprint(loaded: _Loaded, forward: Forward, workers: Workers) -> str:
+    """It guarantees nothing if the stages differ, as by the CPUs of their nodes."""
+    own = fingerprint(loaded.checkpoint, loaded.layout, batch_invariant=forward.batch_invariant)
+    same = workers.ranks.stage.count == 1 or workers.agree(own)
+    return own if same else f"{own.removesuffix(VARYING)}{VARYING}"
+
+
+def _load(config: Config, device: torch.device, ranks: Ranks, most_threads: int) -> _Loaded:
     checkpoint = resolve(config.model, config.revision)
     dtype = resolve_dtype(checkpoint, config.dtype, device)
     block_size, on_gpu = block_size_of(config, device), device.type == "cuda"
@@ -151,7 +188,7 @@ def _load(config: Config, device: torch.device, ranks: Ranks) -> _Loaded:
             f"model: the weights in {checkpoint} take {checkpoint.weight_bytes / GIB:.1f} GiB, but {device} had only "
             f"{free / GIB:.1f} GiB free. Use a smaller or a quantized model."
         ) from error
-    threads = config.engine.threads or useful_threads(available_threads(config.engine), weights_bytes)
+    threads = config.engine.threads or useful_threads(most_threads, weights_bytes)
     torch.set_num_threads(threads)
     if not on_gpu:
         use_threads(threads)
@@ -174,10 +211,11 @@ def _profile(config: Config, loaded: _Loaded) -> int:
     return largest_step(lambda at: profile_run(model, backend, at, longest, *where, loaded.sampler, decode), limits)
 
 
-def _runner(config: Config, loaded: _Loaded, pool: KVCacheSize) -> ModelRunner:
+def _runner(config: Config, loaded: _Loaded, pool: KVCacheSize, pipeline: Pipeline) -> ModelRunner:
     model, backend, device, longest = loaded.model, loaded.backend, loaded.device, pool.max_model_len
     drafts, limits = config.scheduler.speculative_tokens, _limits(config, loaded.block_size, longest)
-    batch = InputBatch(limits.max_num_seqs, longest, limits.block_size, model.vocab_size, loaded.grammars)
+    sizes = limits.max_num_seqs, longest, limits.block_size, model.vocab_size
+    batch = InputBatch(*sizes, loaded.grammars, draws=pipeline.is_last)
     capturable = device.type in GRAPH_FORWARDS and backend.capturable and model.capturable
     with_graphs = capturable and config.engine.cuda_graphs
     num_blocks = pool.num_blocks + with_graphs  # graphs need a scratch block after the scheduler's blocks
@@ -198,6 +236,7 @@ def _runner(config: Config, loaded: _Loaded, pool: KVCacheSize) -> ModelRunner:
         create_async_decode(limits, device, alone=loaded.ranks.world_size == 1 and not drafts),
         create_adapters(config.lora, model, forward, limits),
         KVMemory([half for kv in kv_caches for half in kv], blocks_ahead) if device.type == "cpu" else None,
+        pipeline,
     )
 
 
@@ -262,9 +301,13 @@ def _why_no_gpu(told: Sequence[warnings.WarningMessage]) -> str:
     return said or f"it finds none; it is built for CUDA {torch.version.cuda}, and the driver must be as new."
 
 
-def available_threads(engine: EngineConfig) -> int:
-    """Threads of a rank: ``engine.threads``, else its share of the cores. Other actors run between phases of a step."""
-    return engine.threads or max(1, available_cores() // engine.tensor_parallel_size)
+def available_threads(engine: EngineConfig, beside: int | None = None) -> int:
+    """Threads of a worker: ``engine.threads``, else its share of the cores of its node.
+
+    ``beside`` workers of the engine are on the node, by default those of a stage. Other actors run between phases of a
+    step.
+    """
+    return engine.threads or max(1, available_cores() // (beside or engine.tensor_parallel_size))
 
 
 def useful_threads(most: int, weights_bytes: int) -> int:

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING
 
 from raylm.config import Config
 from raylm.messages import ModelRunnerOutput, SchedulerOutput, WorkerInfo
-from raylm.worker.distributed.rendezvous import Rendezvous, open_rendezvous
+from raylm.worker.distributed.rendezvous import LOOPBACK, Rendezvous, open_rendezvous
 
 if TYPE_CHECKING:
     from raylm.worker.model_runner import ModelRunner
@@ -19,8 +19,9 @@ if TYPE_CHECKING:
 class Worker:
     """Executes steps in the order of their submission. Call all methods but ``prepare_grammar`` from one thread.
 
-    An engine has ``engine.tensor_parallel_size`` workers, each with its ``rank``. All of them get the same steps. Rank
-    0 samples, and only its outputs are meaningful. Set ``when_computing`` before ``start``: it is called on the thread
+    An engine has ``engine.pipeline_parallel_size`` stages of ``engine.tensor_parallel_size`` workers, each with its
+    ``rank``: those of a stage follow each other. All of them get the same steps. The first worker of the last stage
+    samples, and only its outputs are meaningful. Set ``when_computing`` before ``start``: it is called on the thread
     of a step when the layers begin, because they release the interpreter lock. On a GPU not every step calls it.
 
     Importing this class and creating a worker do not import torch; ``start`` does.
@@ -32,15 +33,19 @@ class Worker:
         self._runner: ModelRunner | None = None
         self.when_computing: Callable[[], None] | None = None
 
-    def open_rendezvous(self) -> str:
-        """On rank 0, create the place where the ranks meet. Call before any rank starts. Returns its path."""
-        self._rendezvous = open_rendezvous()
+    def open_rendezvous(self, address: str = LOOPBACK) -> str:
+        """On rank 0, create the place where the ranks meet. Call before any rank starts. Returns its path.
+
+        Ranks on other nodes reach it at ``address``.
+        """
+        self._rendezvous = open_rendezvous(address)
         return self._rendezvous.path
 
-    def start(self, meeting: str = "") -> WorkerInfo:
+    def start(self, meeting: str = "", address: str = LOOPBACK) -> WorkerInfo:
         """Load the weights, profile the memory and allocate the KV pool. Returns the properties of the worker.
 
         Several ranks must be started at the same time: they wait for each other at ``meeting``, the path from rank 0.
+        Ranks on other nodes reach this one at ``address``.
 
         Raises:
             ConfigError: the model cannot be served with this configuration.
@@ -53,7 +58,7 @@ class Worker:
         from raylm.worker.startup import start_runner
 
         imported = ("import torch", time.perf_counter() - started)
-        self._runner, info = start_runner(self._config, replace(self._rendezvous, path=meeting))
+        self._runner, info = start_runner(self._config, replace(self._rendezvous, path=meeting, address=address))
         self._runner.forward.when_computing = self.when_computing
         info.stages.insert(0, imported)
         return info

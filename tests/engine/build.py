@@ -39,12 +39,14 @@ def sequence(tokens: list[int], seq_id: int = 0, arrival: int = 0, index: int = 
 class Engine:
     """A scheduler with small numbers; the test is its worker."""
 
-    def __init__(self, num_blocks: int = 8, block_size: int = 4, max_model_len: int = 1000, **fields: Any) -> None:
+    def __init__(
+        self, num_blocks: int = 8, block_size: int = 4, max_model_len: int = 1000, stages: int = 1, **fields: Any
+    ) -> None:
         config = SchedulerConfig.model_construct(
             **{"max_num_seqs": 8, "max_num_batched_tokens": 64, "policy": "fcfs", "steps_in_flight": 2, **fields}
         )
         self.kv = KVCacheManager(num_blocks, block_size)
-        self.scheduler = Scheduler(config, self.kv, max_model_len)
+        self.scheduler = Scheduler(config, self.kv, max_model_len, stages=stages)
 
     def add(self, prompt: list[int], key: int = 0, **fields: Any) -> None:
         """Add a request of the one client."""

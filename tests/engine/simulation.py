@@ -42,6 +42,12 @@ class Setup:
     lateness: float
     target_itl_ms: float | None
     moving_clock: bool
+    stages: int = 1
+
+    @property
+    def most_in_flight(self) -> int:
+        """One step more for each further stage."""
+        return self.steps_in_flight + self.stages - 1
 
 
 @dataclass(frozen=True)
@@ -163,7 +169,7 @@ class Run:
         )  # fmt: skip
         config = SchedulerConfig.model_construct(**{name: getattr(setup, name) for name in names})
         self.kv = KVCacheManager(setup.num_blocks, setup.block_size, setup.prefix_caching)
-        self.scheduler = Scheduler(config, self.kv, setup.max_model_len, clock=lambda: self.now)
+        self.scheduler = Scheduler(config, self.kv, setup.max_model_len, lambda: self.now, stages=setup.stages)
         self.max_model_len = min(setup.max_model_len, setup.num_blocks * setup.block_size)
         self.worker = FakeWorker(
             num_blocks=setup.num_blocks,
@@ -174,6 +180,7 @@ class Run:
             poison=POISON,
             speculative_tokens=setup.speculative_tokens,
             lateness=setup.lateness,
+            unseen_steps=max(3, setup.most_in_flight),
             model=MODEL,
         )
 
@@ -239,10 +246,10 @@ class Run:
 
     def schedule(self, op: Op) -> None:
         """Hand a step over, if there is room for one in flight."""
-        if len(self.in_flight) == self.setup.steps_in_flight:
+        if len(self.in_flight) == self.setup.most_in_flight:
             return
         self._pass_time()
-        ready = [seq for seq in self.scheduler.running if seq.num_tokens < seq.limit]
+        ready = [seq for seq in self.scheduler.running if seq.num_tokens < seq.limit and not self._may_rest(seq)]
         before = list(self.scheduler.running)
         plan = self.scheduler.schedule()
         self._give_up(self.scheduler.take_given_up())
@@ -298,6 +305,10 @@ class Run:
 
     def _sequences(self) -> list[Sequence]:
         return [*self.scheduler.running, *self.scheduler.waiting]
+
+    def _may_rest(self, seq: Sequence) -> bool:
+        """With several stages, decoding sequences take turns."""
+        return self.setup.stages > 1 and seq.num_tokens - seq.num_computed == 1
 
     def _check_order(self, plan: SchedulerOutput, ready: list[Sequence], preempted: list[Sequence]) -> None:
         """Running first, then strict head of line; and who is preempted is of the lowest class there is."""
@@ -379,7 +390,7 @@ class Run:
             "a plan changed in a worker's hands"
         )
         for seq_id, count in self.wasted.items():
-            most = self.setup.steps_in_flight - (self.owner[seq_id] not in self.aborted | self.replayed.keys())
+            most = self.setup.most_in_flight - (self.owner[seq_id] not in self.aborted | self.replayed.keys())
             assert count <= most, f"{count} tokens of sequence {seq_id} were drawn in vain"
         assert set(self.worker.rows) <= set(self.scheduler._finished), "the worker was not told who has gone"
         for _, request in self.added:

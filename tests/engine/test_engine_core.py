@@ -8,7 +8,7 @@ from dataclasses import replace
 
 import pytest
 
-from raylm.config import Config
+from raylm.config import Config, EngineConfig
 from raylm.engine import EngineCore
 from raylm.errors import (
     ContextLengthError,
@@ -19,6 +19,18 @@ from raylm.messages import ModelRunnerOutput, SchedulerOutput, ServiceLevel
 from tests.engine.build import request
 from tests.engine.running_core import answers, collect, config, running, some, until
 from tests.fakes import FakeExecutor, FakeWorker
+
+
+@pytest.mark.parametrize("steps_in_flight", [1, 2])
+async def test_each_stage_has_a_step(steps_in_flight: int) -> None:
+    """The first steps are handed over at once, and one step more where two may be in flight for one worker."""
+    executor = FakeExecutor(FakeWorker(num_blocks=40, max_num_seqs=8, max_num_batched_tokens=64), 0.0005)
+    settings = config(steps_in_flight).model_copy(update={"engine": EngineConfig(pipeline_parallel_size=3)})
+    async with running(executor, settings) as core:
+        outbox, batch = core.connect("a"), some()
+        core.add("a", batch)
+        assert await collect(outbox, sum(one.params.n for one in batch)) == answers(batch)
+    assert executor.most_in_flight == steps_in_flight + 2
 
 
 @pytest.mark.parametrize("steps_in_flight", [1, 2])

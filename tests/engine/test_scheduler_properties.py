@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import time
+from dataclasses import replace
 from itertools import count
 from random import Random
 
@@ -13,10 +14,11 @@ from hypothesis import strategies as st
 from tests.engine.simulation import Run, random_script, random_setup
 
 
-def live(seed: int, length: int) -> Run:
-    """One engine's random life of ``length`` events."""
+def live(seed: int, length: int, stages: int = 1) -> Run:
+    """One engine's random life of ``length`` events. Several ``stages`` have no drafts."""
     rng = Random(seed)
-    run = Run(random_setup(rng))
+    setup = random_setup(rng)
+    run = Run(setup if stages == 1 else replace(setup, stages=stages, speculative_tokens=0))
     run.play(random_script(rng, length))
     return run
 
@@ -26,6 +28,13 @@ def live(seed: int, length: int) -> Run:
 @example(2455, 68)  # the running sequences take the blocks of a guest for which a sequence was preempted
 def test_every_request_gets_what_it_would_have_got_alone(seed: int, length: int) -> None:
     run = live(seed, length)
+    assert run.settled == {request.key for _, request in run.added}
+
+
+@settings(max_examples=1000, deadline=None)
+@given(seed=st.integers(0, 2**32), length=st.integers(5, 80), stages=st.integers(2, 4))
+def test_so_it_does_over_several_stages(seed: int, length: int, stages: int) -> None:
+    run = live(seed, length, stages)
     assert run.settled == {request.key for _, request in run.added}
 
 

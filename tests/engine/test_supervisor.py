@@ -15,7 +15,7 @@ from raylm.config import Config
 from raylm.engine.link import Link, Listener
 from raylm.engine.load_report import LoadReport
 from raylm.errors import ConfigError, EngineCrashedError, EngineDiedError, RayLMError
-from raylm.messages import CoreReport, Counters, EngineInfo, EngineStats, WorkerInfo
+from raylm.messages import CoreReport, Counters, EngineInfo, EngineStats, StageInfo, WorkerInfo
 from raylm.stages import parse
 
 WORKER = WorkerInfo(
@@ -52,6 +52,33 @@ def test_every_worker_has_a_bundle_of_its_own() -> None:
     config = Config.model_validate({"engine": {"tensor_parallel_size": 3, "num_cpus": 0.2}})
     assert placement_bundles(config, gpus=1) == [{"CPU": 0.1}, {"CPU": 0.1}, *[{"GPU": 1.0}] * 3]
     assert placement_bundles(config, gpus=0) == [{"CPU": 0.1}, {"CPU": 0.1}, *[{"CPU": 0.2}] * 3]
+
+
+@pytest.mark.filterwarnings("ignore")
+def test_what_is_on_one_node_is_in_one_bundle_with_stages() -> None:
+    from raylm.engine import placement_bundles
+    from raylm.engine.supervisor import actor_bundles
+
+    engine = {"tensor_parallel_size": 2, "pipeline_parallel_size": 3, "num_cpus": 0.25}
+    config = Config.model_validate({"engine": engine})
+    bundles = placement_bundles(config, gpus=0)
+    assert bundles == [{"CPU": 0.7}, {"CPU": 0.5}, {"CPU": 0.5}]
+    core, *workers = actor_bundles(config, 0)
+    assert core == (0, {"CPU": 0.1}), "beside the supervisor, which listens at a path"
+    assert workers == [(bundle, {"CPU": 0.25}) for bundle in (1, 1, 2, 2, 0, 0)], "the last stage is beside the core"
+    one = Config.model_validate({"engine": {"tensor_parallel_size": 2}})
+    assert actor_bundles(one, 0) == [(1, {"CPU": 0.1}), (2, {"CPU": 0.1}), (3, {"CPU": 0.1})]
+
+
+@pytest.mark.filterwarnings("ignore")
+def test_the_layers_of_each_stage_are_told(capfd: pytest.CaptureFixture[str]) -> None:
+    from raylm.engine.supervisor import _report
+
+    stages = [StageInfo(0, 2, 4 << 20), StageInfo(3, 4, 5 << 20)]
+    _report(EngineInfo("engine", 1024, replace(WORKER, pipeline=stages)), "app/e.0")
+    said = "".join(capfd.readouterr())
+    assert "app/e.0: stage 0 of 2 has layers 0 to 2, weights 4 MiB" in said
+    assert "app/e.0: stage 1 of 2 has layers 3 to 4, weights 5 MiB" in said
 
 
 @pytest.mark.filterwarnings("default")

@@ -1,21 +1,28 @@
-"""A real scheduler and a real worker without an engine core: two steps in flight until everything has ended."""
+"""A real scheduler and a real worker without an engine core: steps in flight until everything has ended."""
 
 from __future__ import annotations
 
 from collections import deque
 from collections.abc import Callable, Iterator
+from typing import Protocol
 
 from raylm.engine.scheduler import Scheduler
 from raylm.messages import EngineCoreOutputs, ModelRunnerOutput, SchedulerOutput
-from raylm.worker import Worker
 from tests.engine.integrity import check_kv
 
 
-def play(core: Scheduler, worker: Worker) -> Iterator[EngineCoreOutputs]:
-    """Yield what the clients get, step by step; the KV blocks are checked after each."""
+class Launches(Protocol):
+    """A worker, or several as one."""
+
+    def launch(self, plan: SchedulerOutput) -> Callable[[], ModelRunnerOutput]:
+        """Start a step; the returned call waits for its output."""
+
+
+def play(core: Scheduler, worker: Launches, most: int = 2) -> Iterator[EngineCoreOutputs]:
+    """Yield what the clients get, step by step, with up to ``most`` steps in flight; check KV blocks after each."""
     in_flight: deque[tuple[SchedulerOutput, Callable[[], ModelRunnerOutput]]] = deque()
     while core.has_work:
-        plan = core.schedule() if len(in_flight) < 2 else None
+        plan = core.schedule() if len(in_flight) < most else None
         if plan is not None:
             in_flight.append((plan, worker.launch(plan)))
             continue

@@ -12,15 +12,16 @@ GIB = 2**30
 def check_memory(config: Config, others: int, available: int) -> None:
     """Check that an engine on CPUs fits in the ``available`` bytes of a node; ``others`` engines run already.
 
-    The check uses a lower bound: the size of the checkpoint's files, and of the KV pool if it is configured. It is not
-    needed on GPUs: a GPU has one engine, and Ray's resources count GPUs.
+    The check uses a lower bound: the size of the checkpoint's files, and of the KV pool if it is configured. With
+    several stages it is the average of a stage, because each may be on a node of its own. It is not needed on GPUs: a
+    GPU has one engine, and Ray's resources count GPUs.
 
     Raises:
         ConfigError: the engine cannot fit. If other engines run, the message says that an update needs memory for
             old and new engines.
     """
     checkpoint = resolve(config.model, config.revision)
-    weights = checkpoint.weight_bytes
+    weights = checkpoint.weight_bytes // config.engine.pipeline_parallel_size
     pool = int((config.cache.memory_gib or 0) * GIB) * config.engine.tensor_parallel_size
     if weights + pool <= available:
         return

@@ -41,8 +41,9 @@ def create_scheduler(
     Raises:
         ConfigError: the file cannot be written, for another reason than a full disk.
     """
+    stages = config.engine.pipeline_parallel_size
     if config.engine.record_dir is None:
-        return Scheduler(config.scheduler, kv, max_model_len, clock, observer)
+        return Scheduler(config.scheduler, kv, max_model_len, clock, observer, stages)
     try:
         recording = Recording(Path(config.engine.record_dir).expanduser())
     except OSError as error:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import time
 from collections.abc import Callable, Sequence
+from dataclasses import asdict
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -95,7 +96,8 @@ def _engine(info: Any, stats: dict[str, EngineStats]) -> dict[str, Any]:
         "quantization": worker.quantization,
         "attention": worker.attention_backend,
         "threads": worker.threads,
-        "workers": worker.tensor_parallel_size,
+        "workers": worker.tensor_parallel_size * max(1, len(worker.pipeline)),
+        "stages": [asdict(stage) for stage in worker.pipeline],
         "blocks": worker.num_blocks,
         "block_size": worker.block_size,
         "running": now.running,

@@ -38,9 +38,13 @@ class TransformersForCausalLM(CausalLM):
     @classmethod
     def from_checkpoint(cls, checkpoint: Checkpoint, ranks: Ranks) -> TransformersForCausalLM:
         name = checkpoint.config["architectures"][0]
-        if ranks.world_size > 1:
-            served = f"{name} is served by one rank only; several share the Llama, Mistral, Qwen2 and Qwen3 families"
-            raise ConfigError(f"engine.tensor_parallel_size: {served}.")
+        for knob, count in (
+            ("engine.tensor_parallel_size", ranks.world_size),
+            ("engine.pipeline_parallel_size", ranks.stage.count),
+        ):
+            if count > 1:
+                only = f"{name} is served by one rank only; several share the Llama, Mistral, Qwen2 and Qwen3 families"
+                raise ConfigError(f"{knob}: {only}.")
         try:
             return cls(build_modeling(checkpoint, name), checkpoint)
         except UnservedError as error:

@@ -97,13 +97,14 @@ void raylm_decoder_free(int kind, void* decoder) {
     delete static_cast<Decoder<float>*>(decoder);
 }
 
-void raylm_decoder_step(int kind, void* decoder, const Batch* batch, const int64_t* ids, void* const* pools,
-                        int64_t blocks, void* hidden, const AdapterRun* adapters, int num_adapters) {
+void raylm_decoder_step(int kind, void* decoder, const Batch* batch, const int64_t* ids, const float* stream,
+                        void* const* pools, int64_t blocks, void* result, const AdapterRun* adapters,
+                        int num_adapters) {
   const Adapters runs{adapters, num_adapters};
   if (kind == kBfloat16)
-    static_cast<Decoder<bf16>*>(decoder)->step(*batch, ids, pools, blocks, static_cast<bf16*>(hidden), runs);
+    static_cast<Decoder<bf16>*>(decoder)->step(*batch, ids, stream, pools, blocks, result, runs);
   else
-    static_cast<Decoder<float>*>(decoder)->step(*batch, ids, pools, blocks, static_cast<float*>(hidden), runs);
+    static_cast<Decoder<float>*>(decoder)->step(*batch, ids, stream, pools, blocks, result, runs);
 }
 
 void raylm_decoder_logits(int kind, void* decoder, const void* hidden, int rows, float* out, int64_t stride) {

@@ -31,7 +31,7 @@ struct Model {
   float eps;
   float rope_scaling;
   const float* inv_freq;        // [head_dim / 2]
-  const float* last_norm;       // [hidden]
+  const float* last_norm;       // [hidden], or null: other layers follow elsewhere, and the result is the stream
   const void* embedding;        // [vocabulary][hidden] of the weights' type, or null: read from the packed head
   Linear head;
   const Layer* layer;
@@ -95,10 +95,11 @@ class Decoder {
   Decoder(Team& team, const Model& model)
       : team_(team), m_(model), space_(team.size(), model.heads), a_(m_, is_quantized(m_)) {}
 
-  // One step. `pools` has one pool for each layer: keys and values of `blocks` blocks. `hidden` [tokens][hidden] is the
-  // result.
-  void step(const Batch& batch, const int64_t* ids, void* const* pools, int64_t blocks, T* hidden,
-            const Adapters& adapters) {
+  // One step. `pools` has one pool for each layer: keys and values of `blocks` blocks. The layers begin with the
+  // embeddings of `ids`, or with the residual stream [tokens][hidden] of earlier layers if it is not null. The result
+  // [tokens][hidden] are hidden states, or the residual stream (float) if the model has no last norm.
+  void step(const Batch& batch, const int64_t* ids, const float* stream, void* const* pools, int64_t blocks,
+            void* result, const Adapters& adapters) {
     low_rank_.plan_for(adapters);
     if (low_rank_.any()) gate_up_.resize(std::max(gate_up_.size(), size_t(batch.tokens) * 2 * m_.inner));
     const bool small = batch.tokens <= Activations<T>::kMostRowsApart && !low_rank_.any();
@@ -108,15 +109,18 @@ class Decoder {
     const size_t half = size_t(blocks) * m_.heads.kv_heads * m_.heads.head_dim * batch.block_size;
     const auto work = [&](int thread) {
       clock_start(thread);
-      start(batch, ids);
+      start(batch, ids, stream);
       norm(batch.tokens, a_.x(0), m_.layer[0].input_norm, a_.normed(0));
       mark(thread, kElementwise);
       for (int i = 0; i < m_.layers; i++) {
         T* keys = static_cast<T*>(pools[i]);
         walk(batch, i, keys, keys + half, small ? i : 0, thread);
-        const bool last = i + 1 == m_.layers;
-        norm(batch.tokens, a_.x(2 * i + 2), last ? m_.last_norm : m_.layer[i + 1].input_norm,
-             last ? hidden : a_.normed(2 * i + 2));
+        if (i + 1 < m_.layers)
+          norm(batch.tokens, a_.x(2 * i + 2), m_.layer[i + 1].input_norm, a_.normed(2 * i + 2));
+        else if (m_.last_norm)
+          norm(batch.tokens, a_.x(2 * i + 2), m_.last_norm, static_cast<T*>(result));
+        else
+          copy(batch.tokens, a_.x(2 * i + 2), static_cast<float*>(result));
         mark(thread, kElementwise);
       }
     };
@@ -198,11 +202,15 @@ class Decoder {
     });
   }
 
-  // Token ids -> the residual stream; positions -> cosines and sines.
-  void start(const Batch& batch, const int64_t* ids) {
+  // Token ids, or the stream of earlier layers -> the residual stream; positions -> cosines and sines.
+  void start(const Batch& batch, const int64_t* ids, const float* stream) {
     const int half = m_.heads.head_dim / 2;
     team_.each(batch.tokens, [&](int token) {
-      embed(ids[token], a_.x(0) + size_t(token) * m_.hidden);
+      const size_t at = size_t(token) * m_.hidden;
+      if (stream)
+        std::memcpy(a_.x(0) + at, stream + at, m_.hidden * sizeof(float));
+      else
+        embed(ids[token], a_.x(0) + at);
       float* angle = a_.angles(token);
       for (int d = 0; d < half; d++) {
         const float turn = float(batch.positions[token]) * m_.inv_freq[d];
@@ -224,6 +232,13 @@ class Decoder {
       std::memcpy(values, group + ptrdiff_t(u) * kLanes, 4);
       for (int i = 0; i < P; i++) x[u * P + i] = widen(values[i]);
     }
+  }
+
+  void copy(int rows, const float* from, float* to) {
+    team_.each(rows, [&](int row) {
+      const size_t at = size_t(row) * m_.hidden;
+      std::memcpy(to + at, from + at, m_.hidden * sizeof(float));
+    });
   }
 
   void norm(int rows, const float* from, const float* weight, T* out) {

@@ -22,10 +22,9 @@ from torch._C._distributed_c10d import (
 )
 
 from raylm.errors import PeerLostError
-from raylm.models import SINGLE_RANK, Ranks
-from raylm.worker.distributed.rendezvous import Rendezvous, close_rendezvous
+from raylm.models import SINGLE_RANK, PipelineStage, Ranks
+from raylm.worker.distributed.rendezvous import LOOPBACK, Rendezvous, close_rendezvous
 
-_LOOPBACK = "127.0.0.1"
 # Longest wait for the other ranks: at start they may read the same files one after the other.
 TIMEOUT = timedelta(minutes=10)
 _TEAR_DOWN_AS_IT_IS = "3"  # ErrorHandlingMode::SkipCleanUp of torch's ProcessGroupNCCL
@@ -39,8 +38,10 @@ class DistributedRanks(Ranks):
     The EngineCore notices the loss, as the Link of that rank ends, and the supervisor stops the other ranks.
     """
 
-    def __init__(self, store: Store, rank: int, size: int, device: torch.device) -> None:
-        self.rank, self.world_size = rank, size
+    def __init__(
+        self, store: Store, rank: int, size: int, device: torch.device, stage: PipelineStage | None = None
+    ) -> None:
+        self.rank, self.world_size, self.stage = rank, size, stage or PipelineStage()
         self._is_apart = False
         self._group = ProcessGroup(store, rank, size)
         with self._together():
@@ -115,14 +116,25 @@ def _first_line(error: RuntimeError) -> str:
     return str(error).splitlines()[0][:200]
 
 
-def _gloo(store: Store, rank: int, size: int) -> Backend:
+def host_group(store: Store, rank: int, size: int, address: str) -> ProcessGroup:
+    """The group of ``size`` processes that meet in ``store``, for tensors on the host.
+
+    The others reach this one at ``address``.
+    """
+    group = ProcessGroup(store, rank, size)
+    found = _gloo(store, rank, size, address)
+    group._register_backend(torch.device("cpu"), ProcessGroup.BackendType.GLOO, found)
+    return group
+
+
+def _gloo(store: Store, rank: int, size: int, address: str = LOOPBACK) -> Backend:
     from torch._C._distributed_c10d import ProcessGroupGloo
 
-    gloo: Any = ProcessGroupGloo  # torch's type stubs lack its options
-    options = gloo._Options()
-    options._devices = [gloo.create_device(hostname=_LOOPBACK)]
+    kind: Any = ProcessGroupGloo  # torch's type stubs lack its options
+    options = kind._Options()
+    options._devices = [kind.create_device(hostname=address)]
     options._timeout = TIMEOUT
-    found: Backend = gloo(PrefixStore("gloo", store), rank, size, options)
+    found: Backend = kind(PrefixStore("gloo", store), rank, size, options)
     return found
 
 

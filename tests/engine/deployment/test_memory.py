@@ -29,6 +29,8 @@ def model(tmp_path: Path) -> str:
         ({"cache": {"memory_gib": 1}}, 4.0, ""),
         ({"cache": {"memory_gib": 1}}, 3.9, "3.00 GiB of weights and 1.00 GiB of KV cache, but only 3.90 GiB are free"),
         ({"cache": {"memory_gib": 1}, "engine": {"tensor_parallel_size": 2}}, 4.9, "and 2.00 GiB of KV cache"),
+        ({"engine": {"pipeline_parallel_size": 3}}, 1.0, ""),
+        ({"engine": {"pipeline_parallel_size": 3}}, 0.9, "needs 1.00 GiB of weights, but only 0.90 GiB are free"),
     ],
 )
 def test_what_is_missing_is_named(model: str, knobs: dict[str, Any], free: float, said: str) -> None:
