@@ -79,8 +79,8 @@ class FakeWorker:
 
     ``poison`` makes a sequence that contains it fail, as if its logits were not finite. With ``speculative_tokens`` it
     guesses up to so many tokens of a sequence that decodes, as many of them right as ``luck`` has it. One with a
-    grammar has no guesses, and defers its draw with the probability ``lateness``. When a step is planned, the results of
-    at most ``unseen_steps`` are unknown.
+    grammar has no guesses, and defers its draw with the probability ``lateness``. When a step is planned, the results
+    of at most ``unseen_steps`` are unknown.
     """
 
     num_blocks: int = 64
