@@ -63,7 +63,13 @@ def test_every_knob_is_an_option(name: str) -> None:
     *parents, last = name.split(".")
     default = next(default for knob, _, default in knobs() if knob == name)
     value = "x" if default is None and last.endswith(("name", "file", "env", "root", "revision")) else default
-    special = {"otlp_endpoint": "http://c:4318", "cors_origins": "[]", "open_paths": "[]", "allowed_hosts": "[]"}
+    special = {
+        "otlp_endpoint": "http://c:4318",
+        "cors_origins": "[]",
+        "open_paths": "[]",
+        "allowed_hosts": "[]",
+        "mcp_servers": "[]",
+    }
     text = (special | {"quantization": "int8", "block_size": "32"}).get(last, str(value).lower())
     if text == "none":
         text = "2"

@@ -42,7 +42,7 @@ class Setup:
     lateness: float
     target_itl_ms: float | None
     moving_clock: bool
-    stages: int = 1
+    stages: int = field(default=1, repr=False)  # the seed of a run, its repr, is that of one stage
 
     @property
     def most_in_flight(self) -> int:
