@@ -151,11 +151,15 @@ async def test_a_rank_that_is_killed_in_a_step_is_the_one_cause(victim: int) -> 
 class FakeRank(FakeWorker):
     """A rank without a model."""
 
-    def open_rendezvous(self) -> str:
+    def address(self) -> str:
+        """Of a node on which nobody looks for it."""
+        return "127.0.0.1"
+
+    def open_rendezvous(self, address: str) -> str:
         """Nobody comes."""
         return "nowhere"
 
-    def start(self, meeting: str = "") -> WorkerInfo:
+    def start(self, meeting: str = "", address: str = "") -> WorkerInfo:
         """Start alone."""
         return super().start()
 
