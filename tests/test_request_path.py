@@ -21,7 +21,7 @@ from tests.ingress.harness import client_of
 PAGE = Path(__file__).parent.parent / "docs" / "request_path.md"
 # What every package stands on (data, errors, threads), and what the body has behind it when the way begins.
 FLOOR = {"raylm." + name for name in ("config", "params", "messages", "errors", "metrics", "lazy", "frontend.threads")}
-BEFORE = {"raylm.ingress.http." + name for name in ("middleware", "errors", "exchange", "hosts")}
+BEFORE = {"raylm.ingress.http." + name for name in ("middleware", "heap", "errors", "exchange", "hosts")}
 # The answer's side and the accounts, opened before the engine knows of the request; they see nothing of the body.
 ANSWER = {
     "raylm.ingress.openai.choices",
