@@ -24,7 +24,7 @@ To call one, write its name and arguments as JSON inside <tool_call></tool_call>
 
 @dataclass(slots=True)
 class Conversation:
-    """A conversation under construction: what the system turn says, what was told, and the turns so far."""
+    """A conversation under construction: the text of the system turn, the facts mentioned, and the turns so far."""
 
     system: str = ""
     tools: list[Tool] = field(default_factory=list)

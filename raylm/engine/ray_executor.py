@@ -24,7 +24,7 @@ from raylm.worker import LOOPBACK, Worker
 
 T = TypeVar("T")
 
-_NICENESS = 5  # of a worker that computes on the cores of those who deliver what it draws: these go first
+_NICENESS = 5  # of a worker on CPUs: the processes that deliver its tokens share its cores and run first
 
 
 def prepare_process() -> None:
@@ -38,7 +38,7 @@ def prepare_process() -> None:
 
 
 def lower_priority(niceness: int) -> None:
-    """Of all threads of this process; those that they start have it from them. On Linux it is a thread's own."""
+    """Of all threads of this process. Linux keeps it for each thread, and a new thread inherits it."""
     threads = os.listdir("/proc/self/task") if os.path.exists("/proc/self/task") else [0]
     for thread in threads:
         with suppress(OSError):  # it has just ended, or is nicer than that and may not go back

@@ -69,7 +69,7 @@ def actor_bundles(config: Config, gpus: int) -> list[tuple[int, dict[str, float]
 
 
 def drain_limit_s(config: Config) -> float:
-    """How long an engine that is to end may serve those who cannot leave it: at least as long as they themselves."""
+    """How long an engine that is to end may serve ingresses that cannot leave it: no less than they may drain."""
     return config.ingress.shutdown_grace_s + _SWITCH_S
 
 

@@ -39,8 +39,9 @@ class AsyncLLM:
     """Text in, deltas of text out, on one event loop; long tokenizing runs on threads, templates in a process.
 
     ``adapters`` are the LoRA adapters that requests may name; ``admission`` bounds what waits for a first token.
-    Requests whose engine is lost go on on another one, for which they wait at most ``recovery_timeout_s``; so do new
-    ones where there is none and ``wake`` starts one. ``rank`` tells the AsyncLLMs apart that use the same engines.
+    If the engine of a request is lost, another engine continues it. Such requests wait at most ``recovery_timeout_s``;
+    so do new ones where there is none and ``wake`` starts one. ``rank`` tells the AsyncLLMs apart that use the same
+    engines.
 
     Raises:
         ConfigError: the checkpoint cannot be served.

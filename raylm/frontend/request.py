@@ -440,7 +440,7 @@ class Requests:
 
 
 def _most_tokens(request: EngineCoreRequest, told: Told) -> int:
-    """The most tokens that a prompt and its answers can take, without those that an earlier connection delivered."""
+    """The most tokens that a prompt and its answers can take, without tokens that an earlier connection delivered."""
     most, params = len(request.prompt_token_ids) if told is None else 0, request.params
     if request.pooling is None:
         longest = params.max_tokens or 0

@@ -253,7 +253,7 @@ class Ingress:
             self._engine_wanted.clear()
             try:
                 await self._engine.wake.remote()
-            except Exception as error:  # of any class; whoever waits for an engine asks again
+            except Exception as error:  # of any class; a request that waits for an engine asks again
                 logger.warning("could not request an engine: %s", error, extra=about("engines.none"))
 
     async def _drain_when_stopped(self) -> None:

@@ -166,7 +166,7 @@ class Timelines:
     # ---------------------------------------------------------------- queries
 
     def listed(self, wanted: Filter) -> list[tuple[float, bytes]]:
-        """(time, entry as JSON) of the newest requests that match, those in flight first."""
+        """(time, entry as JSON) of the newest requests that match, requests in flight first."""
         found: list[tuple[float, bytes]] = []
         if wanted.state != "recent":
             open_ones = (one for one in reversed(self._in_flight) if _matches(one, wanted))

@@ -303,7 +303,7 @@ class ResponseStore(ConversationStore):
             self._listening = asyncio.create_task(self._database.listen(self._hear), context=Context())
 
     def _hear(self, what: str, response_id: str | None) -> None:
-        """Wake those that wait for a response, all if it is None."""
+        """Wake the followers of a response, all if it is None."""
         for waiting in (self._told, self._cancelled) if what == _ENDED else (self._told,):
             for one in list(waiting) if response_id is None else (response_id,):
                 self._wake(waiting, one)
