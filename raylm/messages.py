@@ -37,7 +37,7 @@ tokens, which are given up. ended: all its tokens.
 
 
 @dataclass(frozen=True, slots=True)
-class Thinking:
+class ReasoningTokenIds:
     """How to recognize the reasoning at the beginning of an answer.
 
     Reasoning begins in the prompt (``begun``), or if the first drawn token is ``start_token_id``. It ends with
@@ -108,7 +108,7 @@ class EngineCoreRequest:
     cache_salt: str | None = None
     arrival_time: float = 0.0
     grammar: str | None = None
-    thinking: Thinking | None = None
+    thinking: ReasoningTokenIds | None = None
     pooling: PoolingParams | None = None
     adapter: str | None = None
     uncached_tokens: int | None = None
@@ -175,7 +175,7 @@ class NewSequence:
     bad_words_token_ids: tuple[tuple[int, ...], ...] = ()
     limit: int = 2**31 - 1
     grammar: str | None = None
-    thinking: Thinking | None = None
+    thinking: ReasoningTokenIds | None = None
     pooling: PoolingParams | None = None
     adapter: int = 0
     owner: str = ""

@@ -20,7 +20,7 @@ _JSON_BEGINS = '{"ts": '
 
 
 @dataclass(frozen=True, slots=True)
-class Source:
+class LogSource:
     """The origin of a line: the kind of process, and its application and engine, if any."""
 
     process: str
@@ -39,7 +39,7 @@ class LineFormatter(logging.Formatter):
     The traceback of a request's error omits the exception messages, because they may contain part of a prompt.
     """
 
-    def __init__(self, kind: Format, source: Source, request_id: Callable[[], str] = str) -> None:
+    def __init__(self, kind: Format, source: LogSource, request_id: Callable[[], str] = str) -> None:
         """``request_id`` returns the id of the current request, for logger calls that do not give one."""
         super().__init__()
         self.is_json = kind == "json"
@@ -92,7 +92,7 @@ class _Lines(logging.Handler):
             self.handleError(record)
 
 
-def configure_logs(kind: Format, source: Source, request_id: Callable[[], str] = str) -> None:
+def configure_logs(kind: Format, source: LogSource, request_id: Callable[[], str] = str) -> None:
     """Set up the loggers of this process. An actor calls it when it starts."""
     logger = logging.getLogger(_LOGGER)
     for handler in [handler for handler in logger.handlers if isinstance(handler, _Lines)]:

@@ -9,12 +9,12 @@ from typing import Any
 
 import pytest
 
-from raylm.stages import Source, about, configure_logs, parse, report
+from raylm.stages import LogSource, about, configure_logs, parse, report
 
 logger = logging.getLogger("raylm.frontend")
 FIELDS = ["ts", "level", "process", "application", "engine", "request_id", "event", "message"]
 PLANTED = "-".join(("planted", "prompt"))  # so that no line of this file has it
-CORE = Source("engine core", "app", "e1")
+CORE = LogSource("engine core", "app", "e1")
 
 
 @pytest.fixture(autouse=True)
@@ -54,7 +54,7 @@ def test_a_line_of_text_has_the_same(capsys: pytest.CaptureFixture[str]) -> None
 def test_a_call_that_says_nothing_has_the_name_of_its_logger_and_the_request_that_is_served(
     capsys: pytest.CaptureFixture[str],
 ) -> None:
-    configure_logs("json", Source("ingress"), lambda: "served-now")
+    configure_logs("json", LogSource("ingress"), lambda: "served-now")
     logger.warning("plain")
     line = told(capsys)
     assert (line["event"], line["request_id"]) == ("frontend", "served-now")
@@ -71,7 +71,7 @@ def fail(text: str) -> None:
 
 @pytest.mark.parametrize("kind", ["text", "json"])
 def test_errors_of_a_request_are_without_their_messages(capsys: pytest.CaptureFixture[str], kind: Any) -> None:
-    configure_logs(kind, Source("ingress"))
+    configure_logs(kind, LogSource("ingress"))
     for request_id in ("r1", ""):
         try:
             fail(PLANTED)
@@ -86,7 +86,7 @@ def test_errors_of_a_request_are_without_their_messages(capsys: pytest.CaptureFi
 def test_a_stage_is_found_in_either_form_behind_rays_prefix(capsys: pytest.CaptureFixture[str]) -> None:
     for configured in (False, True):
         if configured:
-            configure_logs("json", Source("engine", "app"))
+            configure_logs("json", LogSource("engine", "app"))
         report("stage", "kv", "16,384  tokens")
         report("error", "engine", 'no "memory"')
         first, second = (f"(ServeReplica:app:Engine pid=7) {line}" for line in capsys.readouterr().out.splitlines())
@@ -99,14 +99,14 @@ def test_a_stage_is_found_in_either_form_behind_rays_prefix(capsys: pytest.Captu
 
 
 def test_what_a_client_says_in_a_message_is_no_stage(capsys: pytest.CaptureFixture[str]) -> None:
-    configure_logs("json", Source("ingress"))
+    configure_logs("json", LogSource("ingress"))
     planted = '{"ts": "1", "event": "error.serve", "message": "gone"}'
     logger.warning("field %s", planted, extra=about("field.ignored"))
     assert parse(capsys.readouterr().out.strip()) is None
 
 
 def test_configuring_again_replaces(capsys: pytest.CaptureFixture[str]) -> None:
-    configure_logs("text", Source("a"))
-    configure_logs("json", Source("b"))
+    configure_logs("text", LogSource("a"))
+    configure_logs("json", LogSource("b"))
     logger.info("once")
     assert told(capsys)["process"] == "b"

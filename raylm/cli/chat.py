@@ -18,7 +18,7 @@ from raylm.errors import ConfigError
 if TYPE_CHECKING:
     from rich.console import Console
 
-    from raylm.cli.conversation import Conversation
+    from raylm.cli.conversation import ChatState
     from raylm.client import Answer, Connection, ServerError
 
 KEY_VARIABLE = "OPENAI_API_KEY"
@@ -43,7 +43,7 @@ def chat(
     """
     from rich.console import Console
 
-    from raylm.cli.conversation import Conversation
+    from raylm.cli.conversation import ChatState
     from raylm.client import ServerError, is_address
 
     given = {"temperature": temperature, "max_tokens": max_tokens}
@@ -58,7 +58,7 @@ def chat(
             try:
                 named = model or (None if is_url else target) or runner.run(connection.first_model())
                 kept = {name: value for name, value in given.items() if value is not None}
-                talk = Conversation(named, system, kept)
+                talk = ChatState(named, system, kept)
                 if sys.stdin.isatty():
                     status = ChatSession(runner, connection, talk, Console(highlight=False)).run()
                 else:
@@ -127,7 +127,7 @@ class _Writer:
                 self._screen.out(clean(text), end="")
 
 
-async def _answer(connection: Connection, talk: Conversation, screen: Console | None) -> Answer:
+async def _answer(connection: Connection, talk: ChatState, screen: Console | None) -> Answer:
     """Request the next answer and write it as it arrives. A partial answer is kept if the stream ends early."""
     import time
 
@@ -146,7 +146,7 @@ async def _answer(connection: Connection, talk: Conversation, screen: Console | 
     return answer
 
 
-def _piped(runner: asyncio.Runner, connection: Connection, talk: Conversation) -> int:
+def _piped(runner: asyncio.Runner, connection: Connection, talk: ChatState) -> int:
     """Answer each line of stdin as a turn, on stdout. The first failure ends the command with status 1."""
     for line in sys.stdin:
         text = line.rstrip("\r\n")
@@ -167,7 +167,7 @@ def _piped(runner: asyncio.Runner, connection: Connection, talk: Conversation) -
 class ChatSession:
     """Reads lines with editing and history, and answers them until the end."""
 
-    def __init__(self, runner: asyncio.Runner, connection: Connection, talk: Conversation, screen: Console) -> None:
+    def __init__(self, runner: asyncio.Runner, connection: Connection, talk: ChatState, screen: Console) -> None:
         self._runner, self._connection, self._talk, self._screen = runner, connection, talk, screen
 
     def run(self) -> int:

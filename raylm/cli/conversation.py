@@ -21,7 +21,7 @@ class Reply:
 
 
 @dataclass
-class Conversation:
+class ChatState:
     """Owns the messages, the system prompt and the other fields of each request."""
 
     model: str
@@ -117,12 +117,12 @@ class Conversation:
 
 
 # By name: the method, the usage, the purpose.
-COMMANDS: dict[str, tuple[Callable[[Conversation, str], Reply], str, str]] = {
-    "/system": (Conversation._system, "/system TEXT", "set the system prompt; without TEXT there is none"),
-    "/set": (Conversation._set, "/set NAME VALUE", "a field of each request, as temperature 0.2; alone it lists them"),
-    "/clear": (Conversation._clear, "/clear", "begin a new conversation"),
-    "/retry": (Conversation._retry, "/retry", "ask the last question again"),
-    "/save": (Conversation._save, "/save FILE", "write the conversation: a request as JSON, or text into a .md"),
-    "/help": (Conversation._help, "/help", "this list"),
-    "/quit": (Conversation._quit, "/quit", "end, as Ctrl-D does"),
+COMMANDS: dict[str, tuple[Callable[[ChatState, str], Reply], str, str]] = {
+    "/system": (ChatState._system, "/system TEXT", "set the system prompt; without TEXT there is none"),
+    "/set": (ChatState._set, "/set NAME VALUE", "a field of each request, as temperature 0.2; alone it lists them"),
+    "/clear": (ChatState._clear, "/clear", "begin a new conversation"),
+    "/retry": (ChatState._retry, "/retry", "ask the last question again"),
+    "/save": (ChatState._save, "/save FILE", "write the conversation: a request as JSON, or text into a .md"),
+    "/help": (ChatState._help, "/help", "this list"),
+    "/quit": (ChatState._quit, "/quit", "end, as Ctrl-D does"),
 }

@@ -7,7 +7,7 @@ import logging
 import re
 import time
 
-from raylm.stages import Kind, LineFormatter, Source, about, parse, parse_json
+from raylm.stages import Kind, LineFormatter, LogSource, about, parse, parse_json
 
 _PREFIX = re.compile(r"\(([^\s)]+)[^)]*\) (.*)")  # Ray's prefix of an actor's line
 
@@ -36,7 +36,7 @@ class JSONTerminal(Terminal):
 
     def __init__(self) -> None:
         super().__init__()
-        self._formatter = LineFormatter("json", Source("launcher"))
+        self._formatter = LineFormatter("json", LogSource("launcher"))
 
     def stage(self, kind: Kind, stage: str, text: str, line: str = "") -> None:
         self._print(line, text, f"{kind}.{stage}", logging.ERROR if kind == "error" else logging.INFO)

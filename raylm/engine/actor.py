@@ -34,7 +34,7 @@ from raylm.messages import (
     LoRAAdapter,
     ParkedTokens,
 )
-from raylm.stages import Source, about, configure_logs
+from raylm.stages import LogSource, about, configure_logs
 
 logger = logging.getLogger("raylm.engine")
 
@@ -51,7 +51,7 @@ class EngineCoreActor:
         self, config: Config, engine_id: str, workers: list[ActorHandle], supervisor: str | None = None
     ) -> None:
         own = EngineName.parse(ray.get_runtime_context().get_actor_name() or "")
-        configure_logs(config.log_format, Source("engine core", own.app_name if own else "", engine_id))
+        configure_logs(config.log_format, LogSource("engine core", own.app_name if own else "", engine_id))
         self._core = EngineCore(config, _executor(config, workers, self._tell_supervisor))
         self._engine_id = engine_id
         self._supervisor_path = supervisor

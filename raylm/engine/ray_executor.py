@@ -19,7 +19,7 @@ from raylm.engine.model_executor import ModelExecutor
 from raylm.engine.steps import StepFailure, StepLink, StepServer
 from raylm.errors import EngineCrashedError, EngineDiedError, RayLMError
 from raylm.messages import ModelRunnerOutput, SchedulerOutput, WorkerInfo
-from raylm.stages import Source, configure_logs
+from raylm.stages import LogSource, configure_logs
 from raylm.worker import LOOPBACK, Worker
 
 T = TypeVar("T")
@@ -71,8 +71,8 @@ class WorkerActor(Worker):
     one step computes, the next one waits unpacked, and the result of the last one is being packed.
     """
 
-    def __init__(self, config: Config, rank: int = 0, source: Source | None = None) -> None:
-        configure_logs(config.log_format, source or Source("worker"))
+    def __init__(self, config: Config, rank: int = 0, source: LogSource | None = None) -> None:
+        configure_logs(config.log_format, source or LogSource("worker"))
         prepare_process()
         super().__init__(config, rank)
         self._turns = Turns()
@@ -121,7 +121,7 @@ def create_worker(config: Config, rank: int = 0, engine: tuple[str, str] = ("", 
     ``engine`` are the names of its application and engine in the log; ``options`` are Ray's (resources, placement).
     """
     options |= {"max_restarts": 0, "max_task_retries": 0, "max_concurrency": worker_threads(config)}
-    source = Source(worker_name(config.engine, rank), *engine)
+    source = LogSource(worker_name(config.engine, rank), *engine)
     return ray.remote(WorkerActor).options(**options).remote(config, rank, source)
 
 

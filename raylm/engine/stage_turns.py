@@ -10,14 +10,14 @@ from raylm.messages import SchedulerOutput
 _ANY = 2**62
 
 
-class Turn(NamedTuple):
+class StageTurn(NamedTuple):
     """The decoding sequences of a step: at most ``most`` of those whose last draw was in step ``latest`` or before."""
 
     latest: int = _ANY
     most: int = _ANY
 
 
-ALL = Turn()
+ALL = StageTurn()
 
 
 class StageTurns:
@@ -34,7 +34,7 @@ class StageTurns:
     def __init__(self, stages: int) -> None:
         self._stages = stages
 
-    def next(self, running: list[Sequence], step: int, seen: int) -> Turn:
+    def next(self, running: list[Sequence], step: int, seen: int) -> StageTurn:
         """The turn of the next ``step``, while the results up to step ``seen`` are known."""
         if self._stages == 1:
             return ALL
@@ -42,7 +42,7 @@ class StageTurns:
         if decoding < 2:
             return ALL
         share = -(-decoding // self._stages)
-        return Turn(max(seen, step - -(-decoding // share)), share)
+        return StageTurn(max(seen, step - -(-decoding // share)), share)
 
     def note(self, plan: SchedulerOutput, sequences: dict[int, Sequence]) -> None:
         """Remember the sequences that draw in a step."""

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable
 
 from raylm.engine.sequence import Sequence
-from raylm.engine.stage_turns import ALL, Turn
+from raylm.engine.stage_turns import ALL, StageTurn
 from raylm.messages import NewSequence, SchedulerOutput
 
 Reserve = Callable[[Sequence, int, "StepPlan"], bool]
@@ -37,7 +37,7 @@ class StepPlan:
         return not self._ids and not self._chunks
 
     def add_running(
-        self, running: list[Sequence], reserve_every: int, reserve: Reserve, turn: Turn = ALL
+        self, running: list[Sequence], reserve_every: int, reserve: Reserve, turn: StageTurn = ALL
     ) -> list[Sequence]:
         """Add the running sequences in the order of their rank.
 

@@ -28,7 +28,7 @@ from raylm.engine.ray_executor import answer, create_worker
 from raylm.errors import ConfigError, EngineCrashedError, EngineDiedError, RayLMError
 from raylm.messages import CoreReport, EngineInfo, EngineStats
 from raylm.ray_private import listen_where_ray_does
-from raylm.stages import Source, about, configure_logs, report
+from raylm.stages import LogSource, about, configure_logs, report
 from raylm.worker import available_memory
 
 SUPERVISOR_CPUS = 0.1
@@ -194,7 +194,7 @@ class Engine:
         self._replica = context.replica_tag
         self._incarnation = 0
         self._watch: asyncio.Task[None] | None = None
-        configure_logs(config.log_format, Source("engine", self._app_name, self._replica))
+        configure_logs(config.log_format, LogSource("engine", self._app_name, self._replica))
         await asyncio.to_thread(self._check_memory)
         self._processes, info = await self._launch()
         _report(info, self._title)

@@ -29,7 +29,7 @@ from raylm.frontend.text.template_process import check_templates
 from raylm.frontend.text.tokenizer import Tokenizer
 from raylm.frontend.timelines.record import Part
 from raylm.frontend.timelines.ring import Timelines
-from raylm.messages import EngineCoreRequest, EngineStats, Thinking
+from raylm.messages import EngineCoreRequest, EngineStats, ReasoningTokenIds
 from raylm.params import PoolingParams, SamplingParams
 
 Prompt = str | list[int]
@@ -197,7 +197,7 @@ class AsyncLLM:
         return tokenized
 
     async def _request(
-        self, prompt: Prompt, params: SamplingParams, head: RequestHead, thinking: Thinking | None, part: Part
+        self, prompt: Prompt, params: SamplingParams, head: RequestHead, thinking: ReasoningTokenIds | None, part: Part
     ) -> EngineCoreRequest:
         await self._router.until_engine()
         limits, spec = self._router.limits, params.structured_outputs

@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any
 from raylm.errors import ContextLengthError, InvalidRequestError
 from raylm.frontend.text.tokenizer import Tokenizer
 from raylm.frontend.threads import offload
-from raylm.messages import EngineCoreRequest, ServiceLevel, Thinking
+from raylm.messages import EngineCoreRequest, ReasoningTokenIds, ServiceLevel
 from raylm.params import PoolingParams, SamplingParams
 
 if TYPE_CHECKING:
@@ -96,7 +96,7 @@ class InputProcessor:
         *,
         bad_words: tuple[tuple[int, ...], ...] = (),
         grammar: str | None = None,
-        thinking: Thinking | None = None,
+        thinking: ReasoningTokenIds | None = None,
     ) -> EngineCoreRequest:
         """Check one request and fill in defaults. ``bad_words`` are token ids and ``grammar`` is compiled.
 

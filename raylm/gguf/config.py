@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from raylm.errors import ConfigError
-from raylm.gguf.reader import Metadata
+from raylm.gguf.reader import FileMetadata
 from raylm.gguf.stored import StoredTensor
 
 HEAD, ROPE_FACTORS = "output.weight", "rope_freqs.weight"
@@ -18,10 +18,10 @@ _GEMMA_27B_LAYERS = 62  # the one size whose scores are not divided by the root 
 
 
 @dataclass(frozen=True)
-class Source:
+class SourceFile:
     """A file's metadata, its tensors by name, and its architecture, which begins the keys of its sizes."""
 
-    metadata: Metadata
+    metadata: FileMetadata
     tensors: dict[str, StoredTensor]
     architecture: str
 
@@ -35,7 +35,7 @@ class Source:
         return any(name.endswith(ending) for name in self.tensors)
 
 
-def config_of(source: Source, factors: list[float] | None) -> dict[str, Any]:
+def config_of(source: SourceFile, factors: list[float] | None) -> dict[str, Any]:
     """The config.json of a file. ``factors`` are the values of its tensor ROPE_FACTORS.
 
     Raises:
@@ -85,7 +85,7 @@ def dtype_of(tensors: Collection[StoredTensor]) -> str:
     return sizes.most_common(1)[0][0] if sizes else "float32"
 
 
-def _rope(source: Source, factors: list[float] | None) -> dict[str, Any]:
+def _rope(source: SourceFile, factors: list[float] | None) -> dict[str, Any]:
     """rope_parameters. llama.cpp stores Llama 3's scaling as a tensor of ``factors``."""
     metadata = source.metadata
     rope: dict[str, Any] = {"rope_type": "default"}
@@ -104,7 +104,7 @@ def _rope(source: Source, factors: list[float] | None) -> dict[str, Any]:
     return rope
 
 
-def _llama(source: Source, rope: dict[str, Any]) -> dict[str, Any]:
+def _llama(source: SourceFile, rope: dict[str, Any]) -> dict[str, Any]:
     """Also Mistral and SmolLM2, whose files have this architecture."""
     attention, mlp = source.has(".attn_output.bias"), source.has(".ffn_down.bias")
     found = {
@@ -116,7 +116,7 @@ def _llama(source: Source, rope: dict[str, Any]) -> dict[str, Any]:
     return found | {"attention_bias": attention, "mlp_bias": mlp}
 
 
-def _qwen2(source: Source, rope: dict[str, Any]) -> dict[str, Any]:
+def _qwen2(source: SourceFile, rope: dict[str, Any]) -> dict[str, Any]:
     found = {
         "architectures": ["Qwen2ForCausalLM"],
         "model_type": "qwen2",
@@ -126,7 +126,7 @@ def _qwen2(source: Source, rope: dict[str, Any]) -> dict[str, Any]:
     return found | {"use_sliding_window": False}
 
 
-def _qwen3(source: Source, rope: dict[str, Any]) -> dict[str, Any]:
+def _qwen3(source: SourceFile, rope: dict[str, Any]) -> dict[str, Any]:
     found = {
         "architectures": ["Qwen3ForCausalLM"],
         "model_type": "qwen3",
@@ -136,7 +136,7 @@ def _qwen3(source: Source, rope: dict[str, Any]) -> dict[str, Any]:
     return found | {"use_sliding_window": False, "attention_bias": source.has(".attn_output.bias")}
 
 
-def _gemma3(source: Source, rope: dict[str, Any]) -> dict[str, Any]:
+def _gemma3(source: SourceFile, rope: dict[str, Any]) -> dict[str, Any]:
     layers, heads = source.size("block_count"), source.size("attention.head_count")
     scaled = (
         source.size("embedding_length") // heads if layers == _GEMMA_27B_LAYERS else source.size("attention.key_length")
@@ -160,7 +160,7 @@ def _gemma3(source: Source, rope: dict[str, Any]) -> dict[str, Any]:
     }
 
 
-ARCHITECTURES: dict[str, Callable[[Source, dict[str, Any]], dict[str, Any]]] = {
+ARCHITECTURES: dict[str, Callable[[SourceFile, dict[str, Any]], dict[str, Any]]] = {
     "llama": _llama,
     "qwen2": _qwen2,
     "qwen3": _qwen3,

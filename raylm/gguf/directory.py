@@ -108,14 +108,14 @@ def _rename(fresh: Path, path: Path) -> None:
 
 
 def _contents(parts: tuple[Path, ...]) -> dict[str, Any]:
-    from raylm.gguf.config import ROPE_FACTORS, Source, config_of
+    from raylm.gguf.config import ROPE_FACTORS, SourceFile, config_of
     from raylm.gguf.reader import floats_of, read_parts
     from raylm.gguf.tokenizer import tokenizer_files
 
     metadata, tensors = read_parts(list(parts))
     named = {tensor.name: tensor for tensor in tensors}
     factors = floats_of(parts, named[ROPE_FACTORS]) if ROPE_FACTORS in named else None
-    config = config_of(Source(metadata, named, metadata.text("general.architecture")), factors)
+    config = config_of(SourceFile(metadata, named, metadata.text("general.architecture")), factors)
     return tokenizer_files(metadata) | {
         "config.json": config,
         _TENSORS: [asdict(tensor) for tensor in tensors],

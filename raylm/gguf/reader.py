@@ -19,7 +19,7 @@ _MOST_PARTS = 1000
 _MOST_TEXTS = 2**22
 
 
-class _Reader(GGUFReader):  # type: ignore[misc] # the package has no types
+class _CheckedReader(GGUFReader):  # type: ignore[misc] # the package has no types
     """The package's reader, but each read checks the file's end. The package returns fewer values, without an error.
 
     It is also several times as fast, since it makes no views of a ``numpy.memmap``.
@@ -49,7 +49,7 @@ class _Reader(GGUFReader):  # type: ignore[misc] # the package has no types
         return memoryview(self.data)
 
 
-class Metadata:
+class FileMetadata:
     """The values of a file by key. Methods raise ConfigError for values that are missing or of another type."""
 
     def __init__(self, file: Path, fields: dict[str, ReaderField]) -> None:
@@ -123,14 +123,14 @@ def parts_of(file: Path) -> list[Path]:
     return parts
 
 
-def read_parts(parts: list[Path]) -> tuple[Metadata, list[StoredTensor]]:
+def read_parts(parts: list[Path]) -> tuple[FileMetadata, list[StoredTensor]]:
     """The metadata of the first part, and the tensors of all parts.
 
     Raises:
         ConfigError: a file is damaged, or it is no model.
     """
     opened = [_open(part) for part in parts]
-    first = Metadata(parts[0], opened[0].fields)
+    first = FileMetadata(parts[0], opened[0].fields)
     kind = first.text("general.type", "model")
     if kind != "model":
         hint = "; RayLM serves LoRA adapters in the format of PEFT" if kind == "adapter" else ""
@@ -155,7 +155,7 @@ def _open(file: Path) -> GGUFReader:
     if not file.is_file():
         raise ConfigError(f"model: {file} is not a regular file.")
     try:
-        return _Reader(file)
+        return _CheckedReader(file)
     except Exception as error:  # the package raises many kinds
         raise ConfigError(f"model: {file} is not a readable GGUF file: {error}; the file may be incomplete.") from error
 

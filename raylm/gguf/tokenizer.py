@@ -12,7 +12,7 @@ from typing import Any
 from tokenizers import AddedToken, Regex, Tokenizer, decoders, models, normalizers, pre_tokenizers, processors
 
 from raylm.errors import ConfigError
-from raylm.gguf.reader import Metadata
+from raylm.gguf.reader import FileMetadata
 
 _NORMAL, _UNKNOWN, _CONTROL, _OWN, _BYTE = 1, 2, 3, 4, 6  # types of tokens
 _SPACE = "▁"
@@ -64,7 +64,7 @@ SPLITS = {
 class _Vocabulary:
     """The tokens of a file, in the order of their ids."""
 
-    metadata: Metadata
+    metadata: FileMetadata
     tokens: list[str]
     types: list[int]
 
@@ -82,7 +82,7 @@ class _Vocabulary:
         return self.tokens[number]
 
 
-def tokenizer_files(metadata: Metadata) -> dict[str, Any]:
+def tokenizer_files(metadata: FileMetadata) -> dict[str, Any]:
     """The contents of tokenizer.json, as text, and of tokenizer_config.json and generation_config.json.
 
     Raises:
@@ -116,7 +116,7 @@ def tokenizer_files(metadata: Metadata) -> dict[str, Any]:
     }
 
 
-def _vocabulary(metadata: Metadata) -> _Vocabulary:
+def _vocabulary(metadata: FileMetadata) -> _Vocabulary:
     tokens = metadata.texts("tokenizer.ggml.tokens")
     key = "tokenizer.ggml.token_type"
     types = metadata.integers(key) if key in metadata else [_NORMAL] * len(tokens)

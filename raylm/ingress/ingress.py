@@ -32,7 +32,7 @@ from raylm.ray_private import (
     shared_secret,
     stop_flag,
 )
-from raylm.stages import Source, about, configure_logs, report
+from raylm.stages import LogSource, about, configure_logs, report
 
 if TYPE_CHECKING:
     from ray.serve.context import ReplicaContext
@@ -124,7 +124,7 @@ class Ingress:
 
         bounds, app_name = self._config.ingress, context.app_name
         admission = Admission(bounds.max_queued_requests, bounds.max_queued_tokens)
-        configure_logs(self._config.log_format, Source("ingress", app_name), current_id)
+        configure_logs(self._config.log_format, LogSource("ingress", app_name), current_id)
         try:
             check_observers(self._config)
             wake = self._engine_wanted.set if self._config.engine.scales_to_zero else None

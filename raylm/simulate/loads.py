@@ -11,7 +11,7 @@ from math import pi, sin
 from pydantic import Field
 
 from raylm.config import Frozen
-from raylm.simulate.trace import SimulatedRequest, Turn
+from raylm.simulate.trace import SessionTurn, SimulatedRequest
 
 Range = tuple[int, int]
 _SHARED = 1 << 30  # first token of shared prompts
@@ -65,7 +65,9 @@ class Load(ABC):
 
     def _request(self, at: float, prompt: list[int], turns: int = 1) -> SimulatedRequest:
         drawn = self._drawn()
-        later = [Turn(self._rng.expovariate(1 / self.think_s), self._own(), self._drawn()) for _ in range(turns - 1)]
+        later = [
+            SessionTurn(self._rng.expovariate(1 / self.think_s), self._own(), self._drawn()) for _ in range(turns - 1)
+        ]
         return SimulatedRequest(at, prompt, [prompt[-1]], drawn, later=later)
 
     def _drawn(self) -> int:

@@ -35,7 +35,7 @@ _UNIQUE = 1 << 31  # first token that belongs to only one request
 
 
 @dataclass(slots=True, eq=False)
-class Turn:
+class SessionTurn:
     """A later turn of a session, ``after_s`` seconds after the previous answer. ``prompt`` is its new part."""
 
     after_s: float
@@ -74,7 +74,7 @@ class SimulatedRequest:
     output_tokens: int
     key: str = ""
     priority: int = 0
-    later: list[Turn] | list[TracedTurn] = field(default_factory=list)
+    later: list[SessionTurn] | list[TracedTurn] = field(default_factory=list)
 
     def next_turn(self, now: float) -> SimulatedRequest | None:
         """The next turn, after a pause. None after the last turn."""

@@ -14,7 +14,7 @@ from pathlib import Path
 import pytest
 from typer.testing import CliRunner
 
-from raylm.cli.conversation import COMMANDS, Conversation
+from raylm.cli.conversation import COMMANDS, ChatState
 from raylm.cli.main import app
 from raylm.client import ServerError, clean
 from raylm.errors import ConfigError
@@ -61,7 +61,7 @@ def test_what_fails_is_named_and_ends_a_pipe() -> None:
 
 
 def test_a_question_that_failed_can_be_asked_again() -> None:
-    talk = Conversation("m")
+    talk = ChatState("m")
     talk.asks("first")
     talk.answers("answer")
     talk.asks("second")
@@ -77,11 +77,11 @@ def test_a_question_that_failed_can_be_asked_again() -> None:
 @pytest.mark.parametrize("line", ["/retry", "/save", "/save /no/such/folder/file", "/set stream false", "/nothing"])
 def test_a_command_that_cannot_be_done_says_so(line: str) -> None:
     with pytest.raises(ConfigError, match=line.split()[0]):
-        Conversation("m").command(line)
+        ChatState("m").command(line)
 
 
 def test_help_has_every_command() -> None:
-    text = Conversation("m").command("/help").text
+    text = ChatState("m").command("/help").text
     assert [line.split()[0] for line in text.splitlines()] == list(COMMANDS)
 
 

@@ -21,7 +21,7 @@ from raylm.frontend.defaults import PoolingDefaults
 from raylm.frontend.engines.adapters import AdapterDirectory
 from raylm.frontend.outputs import CompletionDelta, RequestOutput, TokenLogprob
 from raylm.frontend.text.chat_template import ROLES, prepare_messages
-from raylm.messages import Thinking
+from raylm.messages import ReasoningTokenIds
 from raylm.params import PoolingParams, SamplingParams
 
 BOS, EOS = 256, 257
@@ -194,7 +194,7 @@ def think_and_call(llm: FakeAsyncLLM) -> None:
     )
     llm.answer_format = AnswerFormat(
         reasoning=REASONING_PARSERS["think"],
-        thinking=Thinking(ord("<"), ord("/"), (), begun=False),  # the fake's tokens are bytes
+        thinking=ReasoningTokenIds(ord("<"), ord("/"), (), begun=False),  # the fake's tokens are bytes
         tool_parser=TOOL_PARSERS["hermes"],
         tools={"f": {}},
     )

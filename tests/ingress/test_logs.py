@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 
 from raylm.frontend import current_id, open_observers
-from raylm.stages import Format, Source, configure_logs
+from raylm.stages import Format, LogSource, configure_logs
 from tests.ingress.console.stack import Stack
 from tests.ingress.test_real_llm import TEXT
 
@@ -30,7 +30,7 @@ def _as_it_was() -> Iterator[None]:
 async def test_no_line_has_anything_of_a_prompt_and_those_of_requests_have_their_ids(
     kind: Format, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    configure_logs(kind, Source("ingress", "app"), current_id)
+    configure_logs(kind, LogSource("ingress", "app"), current_id)
     async with Stack(ingress={"slow_request_s": 0, "access_log": True}) as stack, stack.client() as client:
         stack.llm.timelines.observers = open_observers(stack.config, "app", "replica", stack.llm.text_of)
 
@@ -71,7 +71,7 @@ async def test_no_line_has_anything_of_a_prompt_and_those_of_requests_have_their
 
 
 async def test_without_switches_a_request_leaves_no_line(capsys: pytest.CaptureFixture[str]) -> None:
-    configure_logs("text", Source("ingress", "app"), current_id)
+    configure_logs("text", LogSource("ingress", "app"), current_id)
     async with Stack() as stack, stack.client() as client:
         stack.llm.timelines.observers = open_observers(stack.config, "app", "replica", stack.llm.text_of)
         assert (await client.post("/v1/chat/completions", json=CHAT)).status_code == 200

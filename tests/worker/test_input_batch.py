@@ -6,7 +6,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from raylm.errors import InvalidRequestError
-from raylm.messages import NewSequence, Thinking
+from raylm.messages import NewSequence, ReasoningTokenIds
 from raylm.params import SamplingParams
 from raylm.worker.input_batch import NO_LOGPROBS, InputBatch
 
@@ -114,7 +114,7 @@ def test_a_freed_row_forgets_what_its_sequence_asked() -> None:
     batch = InputBatch(1, LENGTH, BLOCK, VOCAB)
     rare = {"presence_penalty": 1.0, "logit_bias": {1: 1.0}, "allowed_token_ids": (1, 2), "min_tokens": 2}
     params = SamplingParams(**rare, thinking_token_budget=3)  # type: ignore[arg-type]
-    more = {"bad_words_token_ids": ((3,),), "thinking": Thinking(4, 5, (5,), begun=True)}
+    more = {"bad_words_token_ids": ((3,),), "thinking": ReasoningTokenIds(4, 5, (5,), begun=True)}
     row = batch.add(NewSequence(1, [1], 1, [0], params, 0, stop_token_ids=(2,), **more))  # type: ignore[arg-type]
     assert all(processor.owned(np.array([row])).tolist() == [0] for processor in batch.processors)
     batch.remove(1)

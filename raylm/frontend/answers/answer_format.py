@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from raylm.frontend.answers.reasoning_parsers import ReasoningMarkers, ReasoningParser, ReasoningTokenCounter
 from raylm.frontend.answers.tool_calls import ToolParser, Tools
 from raylm.frontend.outputs import CompletionDelta, TokenLogprob
-from raylm.messages import Thinking
+from raylm.messages import ReasoningTokenIds
 
 
 @dataclass(frozen=True, slots=True)
@@ -18,7 +18,7 @@ class AnswerFormat:
     """
 
     reasoning: ReasoningMarkers | None = None
-    thinking: Thinking | None = None
+    thinking: ReasoningTokenIds | None = None
     tool_parser: type[ToolParser] | None = None
     tools: Tools | None = None
     one_call: bool = False

@@ -15,7 +15,7 @@ from raylm.frontend.answers.tool_calls import TOOL_PARSERS, detect_tool_parser
 from raylm.frontend.text.chat_template import ChatRequest, ChatTemplate
 from raylm.frontend.text.tokenizer import Tokenizer
 from raylm.frontend.timelines.record import mark
-from raylm.messages import Thinking
+from raylm.messages import ReasoningTokenIds
 from raylm.params import SamplingParams
 
 _TAIL_TOKENS = 16  # tokens at the end of a prompt that are searched for markers of reasoning
@@ -107,7 +107,7 @@ class ChatProcessor:
             raise _never_thinks("reasoning_effort")
         return {"reasoning_effort": effort, "enable_thinking": effort != "none"} | (request.template_kwargs or {})
 
-    def _thinking(self, prompt: list[int], opens_turn: bool) -> Thinking | None:
+    def _thinking(self, prompt: list[int], opens_turn: bool) -> ReasoningTokenIds | None:
         """The initial state of reasoning for answers to ``prompt``; None if the prompt ends after the reasoning."""
         parser = self._reasoning_parser
         if parser is None or not opens_turn:
@@ -135,7 +135,7 @@ class ChatProcessor:
                 raise ConfigError(f"reasoning_parser: {markers} are not tokens of this model's vocabulary.")
             return None
         closing = self._tokenizer.encode_now(parser.closing, add_special_tokens=False)
-        self._marks = Thinking(start, end, tuple(closing) if end in closing else (end,), begun=False)
+        self._marks = ReasoningTokenIds(start, end, tuple(closing) if end in closing else (end,), begun=False)
         return parser
 
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from raylm.frontend.text.stop_strings import MarkerSearch
-from raylm.messages import Thinking
+from raylm.messages import ReasoningTokenIds
 
 
 @dataclass(frozen=True, slots=True)
@@ -91,7 +91,7 @@ class ReasoningTokenCounter:
 
     __slots__ = ("_beginning", "_thinking", "_tokens")
 
-    def __init__(self, tokens: Thinking) -> None:
+    def __init__(self, tokens: ReasoningTokenIds) -> None:
         self._tokens = tokens
         self._thinking = tokens.begun
         self._beginning = not tokens.begun

@@ -237,7 +237,7 @@ class RoutedEngine:
         apart = 1.0 - meeting * doubt
         if others.exist:
             wait_s += others.told_s(now, token_s) + _LEAN * (1.0 + apart) * self.distance * own_s
-            if self._is_heard and not self.starting:
+            if self.open and not self.starting:
                 wait_s += others.heard_s(now, step_s + token_s * stats.running)
             else:
                 wait_s += (1.0 + _RISK * apart) * others.unheard_s(doubt, token_s)
@@ -254,11 +254,6 @@ class RoutedEngine:
     def doubt(self, now: float) -> float:
         """0 to 1: how uncertain the load of other clients is; 0 without other clients."""
         return self.others.doubt(now, self.service_s) if self.others.exist else 0.0
-
-    @property
-    def _is_heard(self) -> bool:
-        """Whether a request of this process is being decoded there."""
-        return len(self.open) > len(self.starting)
 
     def _start(self, key: int) -> None:
         if (route := self.starting.pop(key, None)) is not None:

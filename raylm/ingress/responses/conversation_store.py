@@ -5,8 +5,8 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Any
 
+from raylm.ingress.responses.base_store import BaseStore
 from raylm.ingress.responses.database import ROW_BYTES
-from raylm.ingress.responses.store_file import StoreFile
 
 Items = list[tuple[str, bytes]]
 """The ids of items, and the items as JSON."""
@@ -22,14 +22,14 @@ class Conversation:
 
 
 @dataclass(frozen=True, slots=True)
-class Turn:
+class ConversationTurn:
     """Items that a response adds to a conversation when it ends."""
 
     conversation: str
     items: Items
 
 
-class ConversationStore(StoreFile):
+class ConversationStore(BaseStore):
     """A conversation belongs to its ``owner``, as responses do, and its items count for the owner's bytes.
 
     An item has its own id once in a conversation. The methods return None for a conversation that does not exist.
@@ -42,7 +42,7 @@ class ConversationStore(StoreFile):
                 "INSERT INTO conversations (id, owner, metadata, created, used, size) VALUES (?, ?, ?, ?, ?, ?)",
                 (conversation.id, owner, conversation.metadata, conversation.created, now, size),
             )
-            self._add(owner, Turn(conversation.id, items), now)
+            self._add(owner, ConversationTurn(conversation.id, items), now)
             self._make_room(owner, [conversation.id], now)
 
         await self._do(work)
@@ -66,7 +66,7 @@ class ConversationStore(StoreFile):
         query = "DELETE FROM conversations WHERE id = ? AND owner = ?"
         return await self._do(lambda: self._database.execute(query, (conversation, owner)).rowcount > 0)
 
-    async def add_items(self, owner: str, turn: Turn) -> list[str] | None:
+    async def add_items(self, owner: str, turn: ConversationTurn) -> list[str] | None:
         """Add items, if the conversation has none of their ids. Returns the ids that it has already."""
 
         def work() -> list[str] | None:
@@ -82,7 +82,7 @@ class ConversationStore(StoreFile):
 
         return await self._do(work)
 
-    async def end_turn(self, owner: str, turn: Turn) -> None:
+    async def end_turn(self, owner: str, turn: ConversationTurn) -> None:
         """Add the items of a response that is not stored. Items that the conversation has stay in their place."""
 
         def work() -> None:
@@ -157,7 +157,7 @@ class ConversationStore(StoreFile):
         found = self._one(query, conversation, owner)
         return None if found is None else Conversation(*found)
 
-    def _add(self, owner: str, turn: Turn, now: float) -> None:
+    def _add(self, owner: str, turn: ConversationTurn, now: float) -> None:
         """Add items behind the others. Does nothing if the conversation was deleted."""
         found = self._one("SELECT next FROM conversations WHERE id = ? AND owner = ?", turn.conversation, owner)
         if found is None:

@@ -21,7 +21,7 @@ from raylm.ingress.http.errors import clip
 from raylm.ingress.http.exchange import exchange_of
 from raylm.ingress.openai.chat import Metadata
 from raylm.ingress.openai.fields import Body, renamed, wrong
-from raylm.ingress.responses.conversation_store import Conversation, Turn
+from raylm.ingress.responses.conversation_store import Conversation, ConversationTurn
 from raylm.ingress.responses.history import Histories, conversation_not_found, turn_of
 from raylm.ingress.responses.input import Item
 from raylm.ingress.responses.pages import check_query, read_page
@@ -80,13 +80,13 @@ class Conversations:
             raise _known_item(turn, known[0])
         return await offload(lambda: orjson.dumps(_list([data for _, data in turn.items], False)), len(turn.items))
 
-    async def _turn(self, owner: str, conversation: str, items: list[Any]) -> Turn:
+    async def _turn(self, owner: str, conversation: str, items: list[Any]) -> ConversationTurn:
         with renamed({"input": "items"}):
             turn = await turn_of(conversation, await self._histories.read(items, owner, f"resp_{uuid.uuid4().hex}"))
         ids = [item_id for item_id, _ in turn.items]
         for item_id in ids:
             if ids.count(item_id) > 1:
-                raise _known_item(Turn(conversation, turn.items[::-1]), item_id, last=len(ids) - 1)
+                raise _known_item(ConversationTurn(conversation, turn.items[::-1]), item_id, last=len(ids) - 1)
         return turn
 
 
@@ -180,6 +180,6 @@ def _list(items: list[bytes], has_more: bool) -> JSONObject:
     return {"object": "list", "data": data, "has_more": has_more, "first_id": first, "last_id": last}
 
 
-def _known_item(turn: Turn, item_id: str, last: int = 0) -> Exception:
+def _known_item(turn: ConversationTurn, item_id: str, last: int = 0) -> Exception:
     place = [known for known, _ in turn.items].index(item_id)
     return wrong(f"items[{abs(last - place)}].id", "the conversation already has an item with this id")

@@ -33,7 +33,7 @@ from raylm.ingress.openai.logprobs import TokenTexts
 from raylm.ingress.responses.body import ResponsesRequest
 from raylm.ingress.responses.caller import Caller
 from raylm.ingress.responses.compact import CompactRequest
-from raylm.ingress.responses.conversation_store import Turn
+from raylm.ingress.responses.conversation_store import ConversationTurn
 from raylm.ingress.responses.history import Given, Histories, turn_of
 from raylm.ingress.responses.input import item_id
 from raylm.ingress.responses.items import Events, ResponseItems
@@ -180,7 +180,7 @@ class CreateResponse:
             lost = about("response.not_stored", job.id)
             logger.error("response %s was sent, but could not be stored: %s", job.id, error.message, extra=lost)
 
-    async def _turn(self, job: ResponseJob, items: list[JSONObject]) -> Turn | None:
+    async def _turn(self, job: ResponseJob, items: list[JSONObject]) -> ConversationTurn | None:
         """What a response that ended adds to its conversation, None if it has none, or failed."""
         response = job.response()
         if (conversation := response.get("conversation")) is None or job.status not in ("completed", "incomplete"):

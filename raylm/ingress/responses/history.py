@@ -15,7 +15,7 @@ from raylm.ingress.http.body import JSONObject
 from raylm.ingress.http.errors import clip
 from raylm.ingress.openai.fields import wrong
 from raylm.ingress.responses.body import ResponsesRequest
-from raylm.ingress.responses.conversation_store import Turn
+from raylm.ingress.responses.conversation_store import ConversationTurn
 from raylm.ingress.responses.input import Input, input_items, references, response_of
 from raylm.ingress.responses.sealing import Seal
 from raylm.ingress.responses.store import ResponseStore
@@ -107,9 +107,11 @@ class Histories:
         return [found[referred[place]] if place in referred else item for place, item in enumerate(items)]
 
 
-async def turn_of(conversation: str, items: list[JSONObject]) -> Turn:
+async def turn_of(conversation: str, items: list[JSONObject]) -> ConversationTurn:
     """The items as they are stored in a conversation."""
-    return Turn(conversation, await offload(lambda: [(item["id"], orjson.dumps(item)) for item in items], len(items)))
+    return ConversationTurn(
+        conversation, await offload(lambda: [(item["id"], orjson.dumps(item)) for item in items], len(items))
+    )
 
 
 def conversation_not_found(conversation: Any, param: str) -> NotFoundError:

@@ -12,7 +12,7 @@ from typing import Any, cast
 import orjson
 
 from raylm.ingress.http.body import JSONObject
-from raylm.ingress.responses.conversation_store import ConversationStore, Turn
+from raylm.ingress.responses.conversation_store import ConversationStore, ConversationTurn
 from raylm.ingress.responses.database import END_OF_CONVERSATION, ROW_BYTES, Database, Writes
 
 LEASE_S = 5.0  # a job whose maker has not renewed it for this time goes to another maker
@@ -80,7 +80,7 @@ class ResponseStore(ConversationStore):
         job: bytes | None = None,
         maker: str | None = None,
         events: ToldEvents | None = None,
-        turn: Turn | None = None,
+        turn: ConversationTurn | None = None,
     ) -> None:
         """Store a record with its latest events, and its turn of a conversation.
 

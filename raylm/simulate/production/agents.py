@@ -17,12 +17,12 @@ from typing import Annotated, Literal
 from pydantic import Field
 
 from raylm.errors import ConfigError
-from raylm.simulate.production.selection import Advance, Line, Selection, Source, checked
+from raylm.simulate.production.selection import Advance, Line, Selection, TraceRecord, checked
 
 _BITS = (1 << 64) - 1
 
 
-class _Request(Source):
+class _AgentRow(TraceRecord):
     type: Literal["n", "s"]
     t: float = Field(ge=0, allow_inf_nan=False)
     """Seconds since the begin of the session, or of the subagent."""
@@ -33,17 +33,17 @@ class _Request(Source):
     think_time: float | None = Field(None, ge=0, allow_inf_nan=False)
 
 
-class _Subagent(Source):
+class _Subagent(TraceRecord):
     type: Literal["subagent"]
     t: float = Field(ge=0, allow_inf_nan=False)
     duration_ms: float = Field(0.0, ge=0, allow_inf_nan=False)
-    requests: list[_Request]
+    requests: list[_AgentRow]
 
 
-class _Session(Source):
+class _Session(TraceRecord):
     id: str
     block_size: int = Field(ge=2)
-    requests: list[Annotated[_Request | _Subagent, Field(discriminator="type")]]
+    requests: list[Annotated[_AgentRow | _Subagent, Field(discriminator="type")]]
 
 
 def agents(paths: list[Path], selection: Selection, advance: Advance, gap_s: float) -> Iterator[Line]:
@@ -87,7 +87,7 @@ def _lines(session: _Session, begin: float, selection: Selection) -> Iterator[Li
         )  # fmt: skip
 
 
-def _turns(session: _Session) -> Iterator[tuple[float, float, _Request]]:
+def _turns(session: _Session) -> Iterator[tuple[float, float, _AgentRow]]:
     """The requests in turn: (seconds since the begin, seconds of thought before it, request)."""
     worked_s, ended = 0.0, 0.0  # by subagents since the last turn, which is a part of the next think time
     latest = 0.0

@@ -13,12 +13,12 @@ from pathlib import Path
 from pydantic import Field
 
 from raylm.errors import ConfigError
-from raylm.simulate.production.selection import Advance, Line, Selection, Source, checked, text_lines
+from raylm.simulate.production.selection import Advance, Line, Selection, TraceRecord, checked, text_lines
 
 COLUMNS = ["TIMESTAMP", "ContextTokens", "GeneratedTokens"]
 
 
-class _Request(Source):
+class _AzureRow(TraceRecord):
     TIMESTAMP: datetime
     ContextTokens: int = Field(ge=1)
     GeneratedTokens: int = Field(ge=1)
@@ -39,7 +39,7 @@ def azure(paths: list[Path], selection: Selection, advance: Advance) -> Iterator
             continue
         if len(cells) != len(COLUMNS):
             raise ConfigError(f"{where}: must have {len(COLUMNS)} columns; it has {len(cells)}.")
-        one = checked(_Request, dict(zip(COLUMNS, cells, strict=True)), where)
+        one = checked(_AzureRow, dict(zip(COLUMNS, cells, strict=True)), where)
         begun = begun or one.TIMESTAMP
         arrival = (one.TIMESTAMP - begun).total_seconds()
         if arrival < 0:

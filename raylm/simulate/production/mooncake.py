@@ -13,12 +13,12 @@ from typing import Annotated
 from pydantic import Field
 
 from raylm.errors import ConfigError
-from raylm.simulate.production.selection import Advance, Line, Selection, Source, checked, text_lines
+from raylm.simulate.production.selection import Advance, Line, Selection, TraceRecord, checked, text_lines
 
 BLOCK = 512
 
 
-class _Request(Source):
+class _MooncakeRow(TraceRecord):
     timestamp: float = Field(ge=0, allow_inf_nan=False)
     """In milliseconds."""
     input_length: int = Field(ge=1)
@@ -38,7 +38,7 @@ def mooncake(paths: list[Path], selection: Selection, advance: Advance) -> Itera
             given = json.loads(text)
         except ValueError as error:
             raise ConfigError(f"{where}: {error}") from None
-        one = checked(_Request, given, where)
+        one = checked(_MooncakeRow, given, where)
         if rng.random() < selection.share and selection.fits(one.input_length, one.output_length):
             whole = one.hash_ids[: one.input_length // BLOCK]  # the last id may be of a part of a block
             yield selection.line(

@@ -45,7 +45,7 @@ class Selection(Frozen):
         return line | {"output_tokens": output_tokens} | fields
 
 
-class Source(BaseModel):
+class TraceRecord(BaseModel):
     """A record of a trace. Unknown fields are ignored, because later releases may add some."""
 
     model_config = ConfigDict(frozen=True, extra="ignore")

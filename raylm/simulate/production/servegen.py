@@ -22,21 +22,21 @@ from typing import Literal
 from pydantic import Field
 
 from raylm.errors import ConfigError
-from raylm.simulate.production.selection import Advance, Line, Selection, Source, checked, text_lines
+from raylm.simulate.production.selection import Advance, Line, Selection, TraceRecord, checked, text_lines
 
 WINDOW_S = 600
 COLUMNS = ["timestamp", "rate", "cv", "pattern", "shape", "scale"]
 Draw = Callable[[], int]
 
 
-class _Window(Source):
+class _Window(TraceRecord):
     timestamp: int = Field(ge=0)
     rate: float = Field(ge=0, allow_inf_nan=False)
     pattern: Literal["", "Gamma", "Weibull"]
     shape: float = Field(ge=0, allow_inf_nan=False)
 
 
-class _Lengths(Source):
+class _Lengths(TraceRecord):
     input_tokens: str
     output_tokens: str
 

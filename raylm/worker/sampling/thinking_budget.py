@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from enum import Enum
 
-from raylm.messages import Thinking
+from raylm.messages import ReasoningTokenIds
 from raylm.worker.arrays import Ints
 
 
@@ -24,7 +24,7 @@ class Progress:
     draw during reasoning.
     """
 
-    def __init__(self, thinking: Thinking | None, budget: int | None, forbidden: Ints) -> None:
+    def __init__(self, thinking: ReasoningTokenIds | None, budget: int | None, forbidden: Ints) -> None:
         self._budget, self._num_thinking_tokens = budget, 0
         self.forbidden = forbidden
         self.phase = Phase.ANSWERING

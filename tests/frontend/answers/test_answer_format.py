@@ -18,7 +18,7 @@ from raylm.frontend.outputs import CompletionDelta, TokenLogprob
 from raylm.frontend.prompt_state import PromptState, process
 from raylm.frontend.telemetry import Telemetry
 from raylm.frontend.text.tokenizer import Tokenizer
-from raylm.messages import EngineCoreRequest, Thinking
+from raylm.messages import EngineCoreRequest, ReasoningTokenIds
 from raylm.params import SamplingParams
 from tests.frontend.played_engine import batch
 from tests.ingress.writing_engine import CALLS, SAID, logprobs
@@ -42,7 +42,7 @@ Part = tuple[str, Any]
 def form_of(parser: str) -> AnswerFormat:
     backend = TOKENIZER.backend
     start, end = backend.token_to_id("<think>"), backend.token_to_id("</think>")
-    thinking = Thinking(start, end, (end,), begun=False)
+    thinking = ReasoningTokenIds(start, end, (end,), begun=False)
     return AnswerFormat(REASONING_PARSERS["think"], thinking, TOOL_PARSERS[parser], TOOLS)
 
 
@@ -109,7 +109,7 @@ def without_space(text: str) -> str:
 def test_the_tokens_of_a_text_are_told_from_markers_and_white_space() -> None:
     said = ["<think>", "so", "</think>", "\n\n", "n", "<", "<", " ", "<tool_call>", '{"name": "f"', "}", "\n",
             "</tool_call>", "\n", "é", "!", ""]  # fmt: skip
-    thinking = Thinking(0, 2, (2,), begun=False)
+    thinking = ReasoningTokenIds(0, 2, (2,), begun=False)
     reader = AnswerReader(AnswerFormat(REASONING_PARSERS["think"], thinking, TOOL_PARSERS["hermes"]))
     found = []
     for token_id, text in enumerate(said):

@@ -12,7 +12,7 @@ from raylm.frontend.answers.reasoning_parsers import (
     ReasoningTokenCounter,
     detect_reasoning_parser,
 )
-from raylm.messages import Thinking
+from raylm.messages import ReasoningTokenIds
 from tests.frontend.pieces import cut
 
 
@@ -65,7 +65,7 @@ def test_thoughts_come_as_they_are_thought() -> None:
 @pytest.mark.parametrize("sizes", [1, 2, 100])
 def test_tokens_of_thoughts_are_counted_without_their_markers_and_with_them(sizes: int) -> None:
     def count(token_ids: list[int], *, begun: bool) -> tuple[int, int]:
-        counter = ReasoningTokenCounter(Thinking(3, 4, (4,), begun=begun))
+        counter = ReasoningTokenCounter(ReasoningTokenIds(3, 4, (4,), begun=begun))
         counts = [counter.count(token_ids[at : at + sizes]) for at in range(0, len(token_ids), sizes)]
         return sum(bare for bare, _ in counts), sum(marked for _, marked in counts)
 

@@ -13,7 +13,7 @@ from starlette.applications import Starlette
 from raylm.frontend.answers.answer_format import AnswerFormat
 from raylm.frontend.answers.reasoning_parsers import REASONING_PARSERS
 from raylm.frontend.answers.tool_calls import TOOL_PARSERS
-from raylm.messages import Thinking
+from raylm.messages import ReasoningTokenIds
 from tests.ingress.fake_llm import FakeAsyncLLM
 from tests.ingress.harness import CHAT, events, served
 from tests.ingress.openai.test_openai_schema import check
@@ -31,7 +31,7 @@ def reply(llm: FakeAsyncLLM) -> None:
     llm.reply = TEXT
     llm.answer_format = AnswerFormat(
         reasoning=REASONING_PARSERS["think"],
-        thinking=Thinking(ord("<"), ord("/"), (), begun=False),  # the fake's tokens are bytes
+        thinking=ReasoningTokenIds(ord("<"), ord("/"), (), begun=False),  # the fake's tokens are bytes
         tool_parser=TOOL_PARSERS["hermes"],
         tools={"get_weather": {}},
     )

@@ -11,7 +11,7 @@ from raylm.frontend import TokenLogprob
 from raylm.frontend.answers.answer_format import AnswerFormat
 from raylm.frontend.answers.reasoning_parsers import REASONING_PARSERS
 from raylm.ingress.openai.logprobs import CompletionLogprobs, TokenTexts, prompt_logprobs
-from raylm.messages import Thinking
+from raylm.messages import ReasoningTokenIds
 from tests.ingress.fake_llm import CUSTOM_ROLE, FakeAsyncLLM
 from tests.ingress.harness import CHAT, TEXT, events
 from tests.ingress.openai.test_chat import PATH, post, stream
@@ -37,7 +37,7 @@ async def test_an_echo_puts_the_continued_message_before_its_answer(client: http
 async def test_reasoning_may_be_left_out(client: httpx.AsyncClient, llm: FakeAsyncLLM) -> None:
     llm.reply = "<think>\nHm.\n</think>\n\nI answer."
     llm.answer_format = AnswerFormat(
-        reasoning=REASONING_PARSERS["think"], thinking=Thinking(ord("<"), ord("/"), (), begun=False)
+        reasoning=REASONING_PARSERS["think"], thinking=ReasoningTokenIds(ord("<"), ord("/"), (), begun=False)
     )
     (bare,) = (await post(client, include_reasoning=False))["choices"]
     (whole,) = (await post(client, include_reasoning=True))["choices"]
@@ -53,7 +53,7 @@ async def test_reasoning_may_be_left_out(client: httpx.AsyncClient, llm: FakeAsy
 
 async def test_reasoning_that_is_left_out_shows_in_no_token(client: httpx.AsyncClient, llm: FakeAsyncLLM) -> None:
     llm.reply = "<think>\nHm.\n</think>\n\nI answer."
-    thinking = Thinking(ord("<"), ord("/"), (), begun=False)  # here a token is a byte
+    thinking = ReasoningTokenIds(ord("<"), ord("/"), (), begun=False)  # here a token is a byte
     llm.answer_format = AnswerFormat(reasoning=REASONING_PARSERS["think"], thinking=thinking)
     fields = {"logprobs": True, "return_token_ids": True}
     (whole,) = (await post(client, **fields, include_reasoning=True))["choices"]

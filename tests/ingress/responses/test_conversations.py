@@ -13,7 +13,7 @@ from starlette.applications import Starlette
 
 from raylm.config import Config
 from raylm.ingress import Surroundings, build_asgi_app
-from raylm.ingress.responses.conversation_store import Conversation, Turn
+from raylm.ingress.responses.conversation_store import Conversation, ConversationTurn
 from raylm.ingress.responses.store import ResponseStore, ToldEvents
 from tests.conformance.specification import violations
 from tests.ingress.fake_llm import FakeAsyncLLM
@@ -222,14 +222,14 @@ async def test_the_official_client(app: Starlette) -> None:
 async def test_a_background_response_adds_its_turn_once(place: Place) -> None:
     store = ResponseStore(place.open(Clock()))
     await store.create_conversation("", Conversation("conv", "{}", 0), [])
-    turn = Turn("conv", [("a", b'{"id": "a"}'), ("b", b'{"id": "b"}')])
+    turn = ConversationTurn("conv", [("a", b'{"id": "a"}'), ("b", b'{"id": "b"}')])
     await store.put("", "r", record(status="in_progress"), None, b"{}", "first")
     await store.put("", "r", record(), None, None, "another", None, turn)
     assert await store.items("", "conv") == []
     for _ in range(2):
         await store.put("", "r", record(), None, None, "first", ToldEvents(0, 0, b"[]"), turn)
     assert await store.items("", "conv") == [b'{"id": "a"}', b'{"id": "b"}']
-    await store.put("", "s", record(), None, None, None, None, Turn("conv", [("c", b"{}")]))
+    await store.put("", "s", record(), None, None, None, None, ConversationTurn("conv", [("c", b"{}")]))
     assert await store.items("", "conv") == [b'{"id": "a"}', b'{"id": "b"}', b"{}"]
 
 
@@ -251,13 +251,13 @@ async def test_the_least_recently_used_makes_room(place: Place) -> None:
     await store.create_conversation("", Conversation("b", "{}", 0), [])
     await store.create_conversation("other", Conversation("c", "{}", 0), [item("1")] * 1)
     assert await store.items("", "a") is not None  # used later than the response
-    await store.add_items("", Turn("b", [item("1"), item("2")]))
+    await store.add_items("", ConversationTurn("b", [item("1"), item("2")]))
     assert await store.get("", "r") is None
     assert await store.conversation("", "a") is not None
-    await store.add_items("", Turn("b", [item("3")]))
+    await store.add_items("", ConversationTurn("b", [item("3")]))
     assert await store.conversation("", "a") is None
     for number in range(4, 9):  # its own beginning goes if nothing else is left
-        await store.add_items("", Turn("b", [item(str(number))]))
+        await store.add_items("", ConversationTurn("b", [item(str(number))]))
     kept = await store.page("", "b", None, 100, True)
     assert kept is not None
     assert 2 <= len(kept) <= 4

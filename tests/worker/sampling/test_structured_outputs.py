@@ -13,7 +13,7 @@ from tokenizers import Tokenizer
 
 from raylm.checkpoint import EMBEDDED
 from raylm.grammar import grammar_of
-from raylm.messages import NewSequence, Thinking
+from raylm.messages import NewSequence, ReasoningTokenIds
 from raylm.params import SamplingParams
 from raylm.params import StructuredOutputs as Spec
 from raylm.worker.input_batch import InputBatch
@@ -24,7 +24,7 @@ VOCAB, EOS = 6142, (2, 0)
 WORDS = ("yes", "yesterday", "no", "a b", "a bc", '"q"', "é")
 TOKENIZER = Tokenizer.from_file(str(EMBEDDED / "tokenizer.json"))
 TEXTS = [TOKENIZER.decode([token], skip_special_tokens=False) for token in range(VOCAB)]
-THINKING = Thinking(3, 4, (*TOKENIZER.encode("\n</think>\n\n").ids,), begun=False)
+THINKING = ReasoningTokenIds(3, 4, (*TOKENIZER.encode("\n</think>\n\n").ids,), begun=False)
 
 
 @cache
@@ -44,7 +44,11 @@ def new_batch(rows: int = 4) -> InputBatch:
 
 
 def sequence(
-    seq_id: int, spec: Spec | None, generated: list[int] | None = None, thinking: Thinking | None = None, **params: Any
+    seq_id: int,
+    spec: Spec | None,
+    generated: list[int] | None = None,
+    thinking: ReasoningTokenIds | None = None,
+    **params: Any,
 ) -> NewSequence:
     grammar = grammar_of(spec) if spec else None
     tokens = [9, 10, *(generated or ())]
@@ -347,7 +351,7 @@ def test_an_answer_without_thoughts() -> None:
 @pytest.mark.parametrize("cut", [None, 0, 3, 6])
 def test_a_budget_ends_thoughts(begun: bool, budget: int, cut: int | None) -> None:
     """However often the sequence is preempted, it thinks at most so many tokens, then closes, and is free."""
-    thinking = Thinking(3, 4, THINKING.closing_token_ids, begun=begun)
+    thinking = ReasoningTokenIds(3, 4, THINKING.closing_token_ids, begun=begun)
     wish = [*([] if begun else [3]), *[700] * 20]
     batch = new_batch(1)
     batch.add(sequence(0, None, thinking=thinking, thinking_token_budget=budget))

@@ -17,7 +17,7 @@ from raylm.ingress.openai.fields import renamed, wrong
 from raylm.ingress.responses.body import PARAM_NAMES, ResponsesRequest
 from raylm.ingress.responses.history import Given
 from raylm.ingress.responses.input import chat_messages
-from raylm.ingress.responses.mcp.servers import McpServers, Outcome
+from raylm.ingress.responses.mcp.servers import CallResult, McpServers
 from raylm.ingress.responses.mcp.tools import McpTool
 from raylm.ingress.responses.store import ResponseStore
 from raylm.ingress.responses.tools import CallableTool, callables, chosen, paths_of_tools
@@ -154,7 +154,7 @@ class Rounds:
             await asyncio.sleep(_TRY_S)
         raise AssertionError
 
-    async def call(self, item: JSONObject, number: int) -> Outcome:
+    async def call(self, item: JSONObject, number: int) -> CallResult:
         """Make call ``number`` of the response, unless it was begun before. The store knows of it before it is made."""
         if number > self._most_calls:
             most = self._most_calls
@@ -172,5 +172,5 @@ class Rounds:
         return min(self._body.max_tool_calls or MOST_CALLS, MOST_CALLS)
 
 
-def _not_made(message: str) -> Outcome:
-    return Outcome(None, {"type": "mcp_protocol_error", "code": 0, "message": message})
+def _not_made(message: str) -> CallResult:
+    return CallResult(None, {"type": "mcp_protocol_error", "code": 0, "message": message})

@@ -26,7 +26,7 @@ _INVALID_PARAMS = -32602  # JSON-RPC
 
 
 @dataclass(frozen=True, slots=True)
-class Outcome:
+class CallResult:
     """What a call returned: ``output``, or an ``error`` in OpenAI's form."""
 
     output: str | None
@@ -86,26 +86,26 @@ class McpServers:
             raise McpServerError(message, param=f"{path}.allowed_tools")
         return allowed
 
-    async def call(self, server: McpTool, name: str, arguments: str) -> Outcome:
+    async def call(self, server: McpTool, name: str, arguments: str) -> CallResult:
         """Call a tool once. Never raises: what goes wrong is the outcome."""
         try:
             given = orjson.loads(arguments or "{}")
         except ValueError:
             given = None
         if not isinstance(given, dict):
-            return Outcome(None, _protocol_error(_INVALID_PARAMS, "The arguments are not a JSON object."))
+            return CallResult(None, _protocol_error(_INVALID_PARAMS, "The arguments are not a JSON object."))
         try:
             async with asyncio.timeout(self._timeout_s), self._connected(server) as client:
                 result = await client.call_tool(name, given)
         except Exception as error:
-            return Outcome(None, self._error_of(error))
+            return CallResult(None, self._error_of(error))
         text = _text(result)
         if len(text) > _MOST_OUTPUT:
             message = f"The output has {len(text):,} characters; at most {_MOST_OUTPUT:,} are passed on."
-            return Outcome(None, _protocol_error(0, message))
+            return CallResult(None, _protocol_error(0, message))
         if result.is_error:
-            return Outcome(None, {"type": "mcp_tool_execution_error", "content": [{"type": "text", "text": text}]})
-        return Outcome(text)
+            return CallResult(None, {"type": "mcp_tool_execution_error", "content": [{"type": "text", "text": text}]})
+        return CallResult(text)
 
     @asynccontextmanager
     async def _connected(self, server: McpTool) -> AsyncIterator[Client]:

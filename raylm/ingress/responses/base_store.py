@@ -1,4 +1,4 @@
-"""StoreFile: the database of a store, the thread that works on it, and what is deleted when it is full."""
+"""BaseStore: the database of a store, the thread that works on it, and what is deleted when it is full."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from raylm.ingress.responses.database import END_OF_CONVERSATION, ENDED, MEMORY,
 T = TypeVar("T")
 
 
-class StoreFile:
+class BaseStore:
     """A database, by default in memory. One thread does all work on it. ``_do`` runs one transaction.
 
     Of each owner at most ``max_bytes`` are kept, and nothing that was not used for ``max_age_s``.
