@@ -11,7 +11,7 @@ LOCKED ?=
 PINS   := $(VENV)/pins.txt
 
 .DEFAULT_GOAL := help
-.PHONY: help serve test test-all software check conformance clients long fuzz sanitizers lock format figures pictures boards clean
+.PHONY: help serve test test-all software check conformance clients long fuzz sanitizers lock wheel format figures pictures boards clean
 
 help:  ## this list
 	@grep -E '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/:[^#]*## */\t/' | expand -t 12
@@ -60,6 +60,9 @@ lock: $(VENV)/.dev  ## write requirements.lock anew: exact versions and hashes o
 	@$(BIN)/uv pip compile pyproject.toml --quiet --generate-hashes --no-emit-package torch --no-header --no-annotate \
 		--no-emit-index-url --no-emit-find-links --python-version 3.11 --python-platform linux | grep -v '^#' >> requirements.lock.new
 	@mv requirements.lock.new requirements.lock
+
+wheel: $(VENV)/.dev  ## build the sdist and a wheel for each machine type into dist/; needs g++ and Debian's g++-aarch64-linux-gnu
+	@$(BIN)/python -m deploy.wheels
 
 format: $(VENV)/.dev  ## write the format, fix what the linter can
 	@$(BIN)/ruff format .

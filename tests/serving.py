@@ -75,10 +75,18 @@ def websocket_upgrade(port: int, path: str) -> bytes:
 class Server:
     """`raylm serve`; leaving the context ends all of it, whatever state it is in."""
 
-    def __init__(self, path: Path, port: int, *options: str, ready: str = "ready ", **environment: str) -> None:
+    def __init__(
+        self,
+        path: Path,
+        port: int,
+        *options: str,
+        ready: str = "ready ",
+        python: Path | None = None,
+        **environment: str,
+    ) -> None:
         """``options`` are those of the command; without any there is no dashboard of Ray's.
 
-        ``ready`` stands in what it writes once it is.
+        ``ready`` stands in what it writes once it is. ``python`` is another one, with a RayLM of its own.
         """
         options, self._ready = options or ("--no-dashboard",), ready
         self.port = port
@@ -86,8 +94,8 @@ class Server:
         self.log = path.with_suffix(".log")
         with self.log.open("w") as log:
             self._launcher = subprocess.Popen(
-                [sys.executable, "-m", "raylm.cli.main", "serve", str(path), *options],
-                cwd=ROOT,
+                [python or sys.executable, "-m", "raylm.cli.main", "serve", str(path), *options],
+                cwd=path.parent if python else ROOT,
                 stdout=log,
                 stderr=subprocess.STDOUT,
                 stdin=subprocess.DEVNULL,

@@ -21,7 +21,15 @@ from raylm.cli.start_checks import check_cluster, check_machine, ray_address, te
 from raylm.config import Config
 from raylm.errors import ConfigError
 from raylm.models import check_checkpoint
-from raylm.native import INSTRUCTION_SETS, NativeError, find_compiler, instruction_set, is_built, missing_features
+from raylm.native import (
+    INSTRUCTION_SETS,
+    NativeError,
+    find_compiler,
+    instruction_set,
+    is_built,
+    missing_features,
+    packaged,
+)
 from raylm.worker import available_cores, available_memory
 
 GIB = 2**30
@@ -108,6 +116,9 @@ def check_cpu(subject: Subject) -> Iterator[Finding]:
 
 def check_kernels(subject: Subject) -> Iterator[Finding]:
     try:
+        if packaged(instruction_set()) is not None:
+            yield Finding("kernels", "ok", "part of the package, so that no compiler is needed")
+            return
         compiler, built = find_compiler(), is_built(instruction_set())
     except NativeError as error:
         cure = "install one, as with `apt install g++`; without it torch computes, slower, and nothing is speculated"

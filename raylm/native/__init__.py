@@ -15,6 +15,7 @@ if TYPE_CHECKING:
     from raylm.native.build import instruction_set as instruction_set
     from raylm.native.build import is_built as is_built
     from raylm.native.build import missing_features as missing_features
+    from raylm.native.build import packaged as packaged
     from raylm.native.decoder import NativeDecoder as NativeDecoder
     from raylm.native.decoder import batch_struct as batch_struct
     from raylm.native.decoder import paged_attention as paged_attention
@@ -37,7 +38,7 @@ if TYPE_CHECKING:
 _MODULES = {
     "build": (  # needs no torch: `raylm serve` compiles in a child process while Ray starts
         "INSTRUCTION_SETS", "NativeError", "build_beside", "find_compiler", "instruction_set", "is_built",
-        "missing_features",
+        "missing_features", "packaged",
     ),
     "decoder": ("NativeDecoder", "batch_struct", "paged_attention"),
     "drafts": ("BatchColumns", "DraftColumns", "drafts_library"),

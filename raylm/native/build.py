@@ -1,10 +1,12 @@
-"""Compiles the native kernels on first use, into a cache with the source, compiler and instruction set as key.
+"""The native libraries: those of a wheel, or else compiled on first use.
 
-Concurrent processes compile them once: the one that compiles holds a lock in the cache.
+They are compiled into a cache with the source, compiler and instruction set as key. Concurrent processes compile them
+once: the one that compiles holds a lock in the cache.
 """
 
 from __future__ import annotations
 
+import ctypes
 import fcntl
 import hashlib
 import os
@@ -21,8 +23,11 @@ from typing import IO
 from raylm.stages import report
 
 SOURCES = Path(__file__).parent / "src"
-KERNELS, DRAFTS = "api", "drafts"  # sources, each compiled to a library
+PACKAGED = Path(__file__).parent / "lib"  # only wheels have it
+KERNELS, DRAFTS, CPU = "api", "drafts", "cpu"  # sources, each compiled to a library
+_ANY_KEY = "[0-9a-f]" * 16
 _DRIVER = Path("/proc/driver/nvidia")
+_CPUINFO = Path("/proc/cpuinfo")
 _COMPILERS = ("g++", "clang++", "c++")
 _FLAGS = ("-O3", "-std=c++20", "-shared", "-fPIC", "-pthread", "-fno-math-errno", "-Wno-psabi")
 # Best first: the required CPU features (names of /proc/cpuinfo), and the compiler's options.
@@ -44,23 +49,40 @@ class NativeError(Exception):
     """The native kernels cannot be built or loaded on this machine; the message has the reason."""
 
 
-def instruction_set(cpuinfo: Path = Path("/proc/cpuinfo")) -> str:
+def instruction_set(cpuinfo: Path = _CPUINFO) -> str:
     """The best of INSTRUCTION_SETS that every core of this machine supports."""
     return next(name for name in INSTRUCTION_SETS if offered(name, cpuinfo))
 
 
-def offered(instructions: str, cpuinfo: Path = Path("/proc/cpuinfo")) -> bool:
+def offered(instructions: str, cpuinfo: Path = _CPUINFO) -> bool:
     """Whether every core of this machine supports this instruction set."""
     return INSTRUCTION_SETS[instructions][0] <= _cpu_flags(cpuinfo)
 
 
-def missing_features(instructions: str, cpuinfo: Path = Path("/proc/cpuinfo")) -> list[str]:
+def missing_features(instructions: str, cpuinfo: Path = _CPUINFO) -> list[str]:
     """The features of an instruction set, as names of /proc/cpuinfo, that not every core has."""
     return sorted(INSTRUCTION_SETS[instructions][0] - _cpu_flags(cpuinfo))
 
 
+def packaged(instructions: str, name: str = KERNELS) -> Path | None:
+    """The library for an instruction set that this wheel contains; None if it was not installed from a wheel.
+
+    Raises NativeError if the wheel contains libraries, but not this one.
+    """
+    if not PACKAGED.is_dir():
+        return None
+    if found := next(PACKAGED.glob(f"{_stem(instructions, name)}-{_ANY_KEY}.so"), None):
+        return found
+    raise NativeError(f"the package contains no {_stem(instructions, name)} library; install it again")
+
+
 def build(instructions: str, name: str = KERNELS) -> Path:
-    """The library for an instruction set. Compiles it, in several seconds, if it is not cached. Raises NativeError."""
+    """The library for an instruction set: that of the wheel, or the cached one, or compiled now in several seconds.
+
+    Raises NativeError.
+    """
+    if (found := packaged(instructions, name)) is not None:
+        return found
     compiler, library = _library(instructions, name)
     if library.exists():
         return library
@@ -77,16 +99,24 @@ def build(instructions: str, name: str = KERNELS) -> Path:
 
 
 def is_built(instructions: str) -> bool:
-    """Whether ``build`` has nothing to compile. Raises NativeError without a compiler."""
-    return _library(instructions)[1].exists()
+    """Whether ``build`` has nothing to compile. Raises NativeError without a compiler where one is needed."""
+    return packaged(instructions) is not None or _library(instructions)[1].exists()
+
+
+def _stem(instructions: str, name: str) -> str:
+    return f"raylm-{instructions}" if name == KERNELS else f"raylm-{name}-{instructions}"
+
+
+def file_name(compiler: str, instructions: str, name: str = KERNELS) -> str:
+    """The name of a library. Libraries of one name have the same instructions."""
+    return f"{_stem(instructions, name)}-{_key(compiler, instructions, name)}.so"
 
 
 def _library(instructions: str, name: str = KERNELS) -> tuple[str, Path]:
     """The compiler, and the path of its output."""
     compiler = find_compiler()
     cache = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "raylm"
-    stem = "raylm" if name == KERNELS else f"raylm-{name}"
-    return compiler, cache / f"{stem}-{instructions}-{_key(compiler, instructions, name)}.so"
+    return compiler, cache / file_name(compiler, instructions, name)
 
 
 def build_beside() -> None:
@@ -119,13 +149,18 @@ def _locked(cache: Path) -> Iterator[IO[str]]:
 
 def _compile(compiler: str, instructions: str, target: Path, lock: IO[str], name: str = KERNELS) -> None:
     """The compiler holds ``lock`` too: if this process is killed, the compiler may still be writing ``target``."""
-    command = [compiler, *_FLAGS, *INSTRUCTION_SETS[instructions][1], str(SOURCES / f"{name}.cpp"), "-o", str(target)]
+    command = command_for(compiler, instructions, name, target)
     result = subprocess.run(command, capture_output=True, text=True, check=False, pass_fds=[lock.fileno()])
     if result.returncode:
         first = (result.stderr.strip() or "no message").splitlines()[0]
         raise NativeError(
             f"{compiler} cannot compile the native {'kernels' if name == KERNELS else name}: {first[:300]}"
         )
+
+
+def command_for(compiler: str, instructions: str, name: str, target: Path) -> list[str]:
+    """The command that compiles a library."""
+    return [compiler, *_FLAGS, *INSTRUCTION_SETS[instructions][1], str(SOURCES / f"{name}.cpp"), "-o", str(target)]
 
 
 def find_compiler() -> str:
@@ -145,6 +180,10 @@ def _key(compiler: str, instructions: str, name: str) -> str:
 
 
 def _cpu_flags(cpuinfo: Path) -> frozenset[str]:
+    if cpuinfo == _CPUINFO and (library := packaged("plain", CPU)) is not None:
+        features = ctypes.CDLL(str(library)).raylm_cpu_features
+        features.restype = ctypes.c_char_p
+        return frozenset(features().decode().split())
     if not cpuinfo.exists():
         return frozenset()
     found = [line.split(":", 1)[1].split() for line in cpuinfo.read_text().splitlines() if line.startswith("flags")]

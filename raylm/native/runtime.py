@@ -1,15 +1,20 @@
-"""The native kernels of this process: the compiled library, and one team of threads."""
+"""The native kernels of this process: the library, and one team of threads."""
 
 from __future__ import annotations
 
 import ctypes
+import logging
 import threading
 from contextlib import suppress
 from functools import cache
 
-from raylm.native.build import NativeError, build, instruction_set
+from raylm.native.build import CPU, INSTRUCTION_SETS, NativeError, build, instruction_set, packaged
 from raylm.native.library import open_library
 from raylm.native.memory import Arena
+from raylm.native.proof import prove
+from raylm.stages import about
+
+logger = logging.getLogger(__name__)
 
 
 class Team:
@@ -34,6 +39,8 @@ class Kernels:
         path = build(instructions)
         self.name = path.stem  # includes the source, compiler and instruction set
         self.library = open_library(path)
+        if (cpu := packaged("plain", CPU)) is not None:
+            prove(self.library, cpu)
         self.arena, self.lock = Arena(), threading.Lock()
         self.team = Team(self.library, 1)
 
@@ -46,8 +53,24 @@ class Kernels:
 
 @cache
 def kernels(instructions: str | None = None) -> Kernels:
-    """The kernels for this machine, compiled if needed and loaded once. Raises NativeError."""
-    return Kernels(instructions or instruction_set())
+    """The kernels for this machine, compiled if needed and loaded once. Raises NativeError.
+
+    Of a wheel the best instruction set is used whose kernels work. Without ``instructions`` worse ones are tried, and a
+    warning is logged for each that fails.
+    """
+    if instructions is not None:
+        return Kernels(instructions)
+    chosen = instruction_set()
+    for worse in list(INSTRUCTION_SETS)[list(INSTRUCTION_SETS).index(chosen) + 1 :]:
+        try:
+            return Kernels(chosen)
+        except NativeError as error:
+            if packaged("plain") is None:
+                raise
+            text = "The kernels for %s are not used, and decoding is slower with those for %s: %s"
+            logger.warning(text, chosen, worse, error, extra=about("slower"))
+            chosen = worse
+    return Kernels(chosen)
 
 
 def use_threads(threads: int) -> None:

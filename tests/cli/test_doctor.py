@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import shutil
 import socket
+import subprocess
 import tempfile
 from pathlib import Path
 from typing import Any
@@ -14,11 +15,11 @@ import yaml
 from typer.testing import CliRunner
 
 from raylm.checkpoint import EMBEDDED, resolve
-from raylm.cli.examination import CHECKS, Finding, Subject, check_gpus, check_packages
+from raylm.cli.examination import CHECKS, Finding, Subject, check_gpus, check_kernels, check_packages
 from raylm.cli.main import app
 from raylm.cli.options import Place, served
 from raylm.config import Config
-from raylm.native import kernels
+from raylm.native import build, kernels
 from raylm.worker import forecast_pool
 from tests.serving import ROOT, free_port
 
@@ -138,6 +139,16 @@ def test_without_a_compiler_it_serves_and_says_that_it_is_slower(
     monkeypatch.setenv("PATH", str(tmp_path))
     found = examined(status=0)["kernels"]
     assert (found["state"], "apt install g++" in found["cure"]) == ("note", True)
+
+
+def test_the_kernels_of_a_wheel_need_no_compiler(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    source = (build.SOURCES / "cpu.cpp", "-o", tmp_path / "raylm-cpu-plain-0123456789abcdef.so")
+    subprocess.run([build.find_compiler(), "-shared", "-fPIC", *source], check=True)
+    shutil.copy(build.build(build.instruction_set()), tmp_path)
+    monkeypatch.setattr(build, "PACKAGED", tmp_path)
+    monkeypatch.setenv("PATH", str(tmp_path))
+    (found,) = check_kernels(Subject(served(["embedded"], Place())))
+    assert (found.state, found.text) == ("ok", "part of the package, so that no compiler is needed")
 
 
 def test_kernels_that_are_not_compiled_are_left_so(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
