@@ -101,6 +101,8 @@ __attribute__((noinline)) void grouped_tile(const GroupedStream (&streams)[2], c
     for (int r = 0; r < R; r++) sums[r][0] = sums[r][1] = splat(BITS == 8 ? -(rounded[r * groups + g].sum << 7) : 0);
     for (int u = 0; u < group_units; u++, unit++) {
       const u32x16 words[2] = {load<u32x16>(streams[0].words + unit * kLanes), load<u32x16>(streams[1].words + unit * kLanes)};
+#pragma GCC unroll 2
+      for (int v = 0; v < 2; v++) __builtin_prefetch(streams[v].words + (unit + kOwnAhead) * kLanes, 0, 3);
       if constexpr (BITS == 4) {
         const u32x16 low[2] = {words[0] & 0x0f0f0f0fu, words[1] & 0x0f0f0f0fu};
         const u32x16 high[2] = {(words[0] >> 4) & 0x0f0f0f0fu, (words[1] >> 4) & 0x0f0f0f0fu};

@@ -24,7 +24,7 @@ template <class T, int R, int AHEAD>
 __attribute__((noinline)) void tile(const uint32_t* const (&streams)[2], const typename Lane<T>::Unit* x, int units,
                                     const char* const* next, typename Lane<T>::Sum* out) {
   typename Lane<T>::Sum sums[R][2] = {};
-  multiply<T, R, 2, kOwnAhead<R>, AHEAD>(sums, x, units, streams, kLanes, units, next);
+  multiply<T, R, 2, kOwnAhead, AHEAD>(sums, x, units, streams, kLanes, units, next);
 #pragma GCC unroll 16
   for (int r = 0; r < R; r++) {
     store(out + 2 * r, sums[r][0]);

@@ -32,10 +32,9 @@ constexpr int kRows = 12;  // 12 rows by 2 groups: 24 of 32 registers hold sums
 constexpr int kRows = 3;  // 3 rows by 2 groups of 2 registers: 12 of 16
 #endif
 
-// The number of units that a tile of R rows prefetches its weights ahead. Fewer rows are limited by memory, and the
-// processor prefetches by itself.
-template <int R>
-constexpr int kOwnAhead = R > 8 ? 64 : 0;
+// The number of units that a tile prefetches its own weights ahead. The processor's own prefetching falls behind as soon as
+// a tile has a few rows.
+constexpr int kOwnAhead = 64;
 
 // The output of a product.
 enum class Into { kStore, kAdd, kGate };
