@@ -267,10 +267,10 @@ async def test_waiting_is_not_the_templates_time(long: list[dict[str, Any]], mon
     monkeypatch.setattr(chat_template, "RENDER_LIMIT_S", 299)
     template = make("{% if bomb %}" + BOMBS["endless"] + "{% endif %}" + TEMPLATE)
     first = asyncio.create_task(render(template, long, template_kwargs={"bomb": True}))
-    waiting = [asyncio.create_task(render(template, long)) for _ in range(2)]
     async with asyncio.timeout(300):
         while 299 not in begun:  # noqa: ASYNC110 - nothing tells of it
             await asyncio.sleep(0.005)
+        waiting = [asyncio.create_task(render(template, long)) for _ in range(2)]
         assert "Hi" in await render(template, HI)
         assert begun.count(299) == 2, "the first long one, and the short one"
         first.cancel()

@@ -29,6 +29,13 @@ from tests.worker.gpu.test_async_decode import Life, blocks
 from tests.worker.gpu.test_simulated_gpu import machine, path, start  # noqa: F401 (fixtures)
 
 
+@pytest.fixture(autouse=True)
+def patient(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Steps wait for every mask, so that no row skips a draw on a busy machine."""
+    for name in ("QUICK_MASKS_S", "WAIT_S", "LONE_WAIT_S"):
+        monkeypatch.setattr(grammars, name, 60.0)
+
+
 class Wishing(Life):
     """Sequences by their ids have something more of a NewSequence."""
 
@@ -148,9 +155,7 @@ def test_a_graph_that_had_other_rows_adapters_would_be_seen(
         assert drawn(runner, ADAPTED) == here
 
 
-def test_forms_of_answers(machine: Gpu, monkeypatch: pytest.MonkeyPatch) -> None:  # noqa: F811
-    for name in ("QUICK_MASKS_S", "WAIT_S", "LONE_WAIT_S"):  # however busy the machine is, no row sits a step out
-        monkeypatch.setattr(grammars, name, 60.0)
+def test_forms_of_answers(machine: Gpu) -> None:  # noqa: F811
     wishes = {1: {"grammar": grammar_of(StructuredOutputs(regex="[0-9]{3}-[0-9]{2}"))}}
     here, there = (drawn(start(EMBEDDED, device=device, dtype="float32"), wishes) for device in ("cpu", "cuda"))
     assert there == here
