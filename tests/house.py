@@ -53,7 +53,7 @@ BESIDE_THE_CORE = {
     "checks of checkpoints": ("models/checkpoint_check.py", "models/config_fields.py"),
     "pooling": (
         "ingress/openai/embeddings.py", "ingress/openai/scores.py", "ingress/openai/pooling", "frontend/pooling.py",
-        "worker/pooler.py",
+        "worker/pooler.py", "worker/encoder.py", "models/encoder.py", "models/bert.py",
     ),
     "keys and shared state": ("frontend/state/", "ingress/http/api_keys.py"),
     "LoRA": (

@@ -7,10 +7,12 @@ import csv
 import hashlib
 import io
 import os
+import re
 import shutil
 import subprocess
 import sys
 import tarfile
+import tomllib
 import venv
 import zipfile
 from email.parser import Parser
@@ -67,7 +69,7 @@ def test_what_a_wheel_has(sdist: Path, tmp_path: Path) -> None:
     libraries = [empty_library(tmp_path, f"{stem}-0123456789abcdef.so") for stem in X86]
     built = wheels.audited(wheels.wheel(sdist, "x86_64", libraries, tmp_path / "raw"), "x86_64", tmp_path / "dist")
     assert built.name.startswith(f"raylm-{VERSION}-py3-none-manylinux")
-    assert built.name.endswith("manylinux_2_28_x86_64.whl")
+    assert built.name.endswith("_x86_64.whl")
     with zipfile.ZipFile(built) as archive:
         names = {name for name in archive.namelist() if name.startswith("raylm/") and not name.endswith("/")}
         inside = {f"raylm/native/lib/{path.name}" for path in libraries}
@@ -75,8 +77,8 @@ def test_what_a_wheel_has(sdist: Path, tmp_path: Path) -> None:
         about = f"raylm-{VERSION}.dist-info"
         tags = Parser().parsestr(archive.read(f"{about}/WHEEL").decode())
         assert tags["Root-Is-Purelib"] == "false"
-        assert "py3-none-manylinux_2_28_x86_64" in tags.get_all("Tag", [])
-        assert {tag.split("-")[:2] == ["py3", "none"] for tag in tags.get_all("Tag", [])} == {True}
+        platforms = built.stem.rpartition("-")[2].split(".")
+        assert sorted(tags.get_all("Tag", [])) == sorted(f"py3-none-{platform}" for platform in platforms)
         for name, wanted, _ in csv.reader(io.StringIO(archive.read(f"{about}/RECORD").decode())):
             if wanted:
                 digest = base64.urlsafe_b64encode(hashlib.sha256(archive.read(name)).digest()).rstrip(b"=")
@@ -87,8 +89,16 @@ def test_a_library_that_needs_a_newer_system_is_refused(sdist: Path, tmp_path: P
     newer = "pthread_t t; return pthread_create(&t, 0, 0, 0);"  # a symbol of glibc 2.34
     library = empty_library(tmp_path, "raylm-plain-0123456789abcdef.so", newer)
     raw = wheels.wheel(sdist, "x86_64", [library], tmp_path / "raw")
-    with pytest.raises(SystemExit, match="too-recent versioned symbols"):
+    with pytest.raises(SystemExit, match=r"need glibc 2\.34, but 2\.28 is the newest allowed"):
         wheels.audited(raw, "x86_64", tmp_path / "dist")
+
+
+def test_every_file_has_the_same_version() -> None:
+    project = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
+    citation = yaml.safe_load((ROOT / "CITATION.cff").read_text())
+    assert {project["version"], str(citation["version"])} == {VERSION}
+    released = rf"^## \[{re.escape(VERSION)}\] - {citation['date-released']}$"
+    assert re.search(released, (ROOT / "CHANGELOG.md").read_text(), re.MULTILINE)
 
 
 def test_the_release_makes_these_distributions() -> None:

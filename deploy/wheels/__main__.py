@@ -4,8 +4,8 @@
     python -m deploy.wheels --machine x86_64
 
 A wheel has the native libraries of all instruction sets of its machine type, so that it needs no compiler. auditwheel
-checks that they need no newer system than manylinux_2_28, which torch needs too. The sdist has no libraries: a package
-that is installed from it compiles them on first use.
+finds the oldest glibc that they can do with, at most that of manylinux_2_28, which torch needs too. The sdist has no
+libraries: a package that is installed from it compiles them on first use.
 
 The compilers are g++ and Debian's cross compilers. Compiled libraries stay in build/libraries/ for the next call.
 """
@@ -30,7 +30,7 @@ MACHINES: dict[str, tuple[str, tuple[str, ...]]] = {
     "x86_64": ("x86_64-linux-gnu-g++", tuple(INSTRUCTION_SETS)),
     "aarch64": ("aarch64-linux-gnu-g++", ("plain",)),
 }
-PLATFORM = "manylinux_2_28"
+NEWEST_GLIBC = 28  # 2.28, that of manylinux_2_28
 OLD_LIBSTDCXX = Path(__file__).with_name("old_libstdcxx.cpp")
 
 
@@ -86,11 +86,14 @@ def wheel(sdist: Path, machine: str, libraries: list[Path], target: Path) -> Pat
 
 
 def audited(built: Path, machine: str, target: Path) -> Path:
-    """The wheel with the tag of PLATFORM, in ``target``, if all that its libraries need is part of it."""
-    _run(
-        "auditwheel", "repair", "--only-plat", "--plat", f"{PLATFORM}_{machine}", "--wheel-dir", str(target), str(built)
-    )
-    return next(target.glob(f"*{PLATFORM}_{machine}.whl"))
+    """The wheel with the tag of the oldest system that has what its libraries need, in ``target``."""
+    _run("auditwheel", "repair", "--plat", "auto", "--wheel-dir", str(target), str(built))
+    found = next(target.glob(f"*_{machine}.whl"))
+    needed = max(map(int, re.findall(r"linux_2_(\d+)_", found.name)), default=0)
+    if needed > NEWEST_GLIBC:
+        found.unlink()
+        raise SystemExit(f"make wheel: the libraries need glibc 2.{needed}, but 2.{NEWEST_GLIBC} is the newest allowed")
+    return found
 
 
 def _run(*command: str) -> None:

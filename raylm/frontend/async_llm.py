@@ -9,7 +9,7 @@ from prometheus_client.core import Metric
 
 from raylm.checkpoint import resolve
 from raylm.config import Config
-from raylm.errors import UnsupportedFieldError
+from raylm.errors import InvalidRequestError, UnsupportedFieldError
 from raylm.frontend.admission import Admission, Reservation
 from raylm.frontend.answers.answer_format import AnswerFormat
 from raylm.frontend.answers.chat_processor import ChatProcessor, ChatPrompt
@@ -61,6 +61,7 @@ class AsyncLLM:
         self.sampling_defaults = sampling_defaults(checkpoint)
         self.default_max_tokens = default_max_tokens(checkpoint)
         self.pooling_defaults = pooling_defaults(checkpoint)
+        self._generates = checkpoint.encodes is None
         self._longest = config.max_model_len or checkpoint.max_position_embeddings
         self._prefix_caching = config.cache.prefix_caching
         self._tokenizer = Tokenizer(checkpoint.path)
@@ -199,6 +200,11 @@ class AsyncLLM:
     async def _request(
         self, prompt: Prompt, params: SamplingParams, head: RequestHead, thinking: ReasoningTokenIds | None, part: Part
     ) -> EngineCoreRequest:
+        if not self._generates:
+            message = (
+                "This model is an encoder and generates no text. Use /v1/embeddings, or /score of a cross-encoder."
+            )
+            raise InvalidRequestError(message, param="model")
         await self._router.until_engine()
         limits, spec = self._router.limits, params.structured_outputs
         if params.thinking_token_budget is not None and thinking is None:
@@ -326,6 +332,10 @@ class AsyncLLM:
 
     async def tokenize(self, text: str, *, add_special_tokens: bool = True) -> list[int]:
         return await self._tokenizer.encode(text, add_special_tokens=add_special_tokens)
+
+    async def tokenize_pair(self, one: str, other: str, param: str) -> tuple[list[int], int]:
+        """The prompt of a cross-encoder, and the place where the tokens of the second text begin."""
+        return await self._tokenizer.encode_pair(one, other, param)
 
     async def detokenize(self, ids: list[int]) -> str:
         """The text of ``ids``, special tokens included."""

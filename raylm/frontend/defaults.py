@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Any
 
-from raylm.checkpoint import MOST, Checkpoint
+from raylm.checkpoint import MOST, Checkpoint, shown
 from raylm.errors import ConfigError, InvalidRequestError
 from raylm.params import PoolingParams, PoolingType, SamplingParams
 
@@ -16,30 +16,49 @@ _POOLING_MODES: dict[str, PoolingType] = {
     "pooling_mode_mean_tokens": "mean",
     "pooling_mode_lasttoken": "last",
 }
+_MODULES = ("Transformer", "Pooling", "Normalize")  # of sentence-transformers' modules.json
 
 
 @dataclass(frozen=True, slots=True)
 class PoolingDefaults:
-    """``pooling`` is the default of requests. ``size`` is the dimension of a vector, None if unknown."""
+    """``pooling`` is the default of requests. ``size`` is the dimension of a vector, None if unknown.
+
+    A model that ``scores_pairs`` computes one number from two texts, and no vectors.
+    """
 
     pooling: PoolingType
     size: int | None
+    scores_pairs: bool = False
 
     def check(self, params: PoolingParams) -> None:
-        """Raise InvalidRequestError if ``dimensions`` exceeds the size of a vector."""
+        """Raise InvalidRequestError for too many ``dimensions``, and for what the model does not compute."""
+        if self.scores_pairs and params.pair_at is None:
+            message = "This model scores pairs of texts and gives no vectors. Use /score or /rerank."
+            raise InvalidRequestError(message, param="model")
+        if params.pair_at is not None and not self.scores_pairs:
+            raise InvalidRequestError("pair_at: only a cross-encoder scores pairs.", param="pair_at")
         if params.dimensions is not None and self.size is not None and params.dimensions > self.size:
             message = f"dimensions must be at most {self.size}, the size of this model's vectors."
             raise InvalidRequestError(message, param="dimensions")
 
 
 def pooling_defaults(checkpoint: Checkpoint) -> PoolingDefaults:
-    """The checkpoint's pooling. Without a configuration, as for generative models, the last token is pooled."""
+    """The checkpoint's pooling.
+
+    Without a configuration it is the mean for an encoder, as in sentence-transformers, else the last token.
+
+    Raises:
+        ConfigError: modules.json or 1_Pooling/config.json asks for something else.
+    """
+    for kind in checkpoint.sentence_modules:
+        if kind.rpartition(".")[2] not in _MODULES:
+            raise ConfigError(f"model: modules.json has {shown(kind)}; supported: {', '.join(_MODULES)}.")
     wanted = [name for name, value in checkpoint.pooling_config.items() if name.startswith("pooling_mode_") and value]
-    wanted = wanted or ["pooling_mode_lasttoken"]
+    wanted = wanted or ["pooling_mode_mean_tokens" if checkpoint.encodes else "pooling_mode_lasttoken"]
     if len(wanted) > 1 or wanted[0] not in _POOLING_MODES:
         served = f"supported: one of {', '.join(_POOLING_MODES)}."
         raise ConfigError(f"model: 1_Pooling/config.json sets {', '.join(wanted)}; {served}")
-    return PoolingDefaults(_POOLING_MODES[wanted[0]], checkpoint.hidden_size)
+    return PoolingDefaults(_POOLING_MODES[wanted[0]], checkpoint.hidden_size, checkpoint.encodes == "scores")
 
 
 def sampling_defaults(checkpoint: Checkpoint) -> dict[str, Any]:

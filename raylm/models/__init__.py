@@ -12,6 +12,7 @@ if TYPE_CHECKING:
     from raylm.models.checkpoint_check import check_checkpoint as check_checkpoint
     from raylm.models.elementwise import FP8 as FP8
     from raylm.models.elementwise import KVPlaces as KVPlaces
+    from raylm.models.encoder import Encoder as Encoder
     from raylm.models.kv_scales import with_kv_scales as with_kv_scales
     from raylm.models.loader import load_model as load_model
     from raylm.models.loader import outline as outline
@@ -34,6 +35,7 @@ _MODULES = {
     "causal_lm": ("AttentionSpec", "CausalLM"),
     "checkpoint_check": ("check_checkpoint",),
     "elementwise": ("FP8", "KVPlaces"),
+    "encoder": ("Encoder",),
     "kv_scales": ("with_kv_scales",),
     "loader": ("load_model", "outline", "resolve_dtype"),
     "lora": (

@@ -6,12 +6,17 @@ from raylm.checkpoint import Checkpoint, shown
 from raylm.errors import ConfigError
 from raylm.models.transformers_backend import TRANSFORMERS_ARCHITECTURES
 
-ARCHITECTURES = {
+GENERATIVE = {
     "LlamaForCausalLM": "raylm.models.llama:LlamaForCausalLM",
     "MistralForCausalLM": "raylm.models.llama:MistralForCausalLM",
     "Qwen2ForCausalLM": "raylm.models.llama:Qwen2ForCausalLM",
     "Qwen3ForCausalLM": "raylm.models.llama:Qwen3ForCausalLM",
     **TRANSFORMERS_ARCHITECTURES,
+}
+ARCHITECTURES = {
+    **GENERATIVE,
+    "BertModel": "raylm.models.bert:BertModel",
+    "BertForSequenceClassification": "raylm.models.bert:BertForSequenceClassification",
 }
 
 

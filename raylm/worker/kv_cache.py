@@ -83,6 +83,8 @@ def size_pool(
     if asked is not None and model_limit is not None and asked > model_limit:
         raise ConfigError(f"max_model_len: {asked} exceeds the {model_limit} positions of the model.")
     longest = asked or model_limit
+    if block_bytes == 0:
+        return _without_cache(config, size, longest)
     default_blocks = max(0, default) // block_bytes
     if longest is not None:
         default_blocks = min(default_blocks, useful_blocks(config, block_size, longest))
@@ -98,6 +100,15 @@ def size_pool(
             f"has {num_blocks * block_bytes / GIB:.2f} GiB, which fit {num_blocks * size} tokens."
         )
     return KVCacheSize(num_blocks, block_bytes, min(longest or num_blocks * size, num_blocks * size))
+
+
+def _without_cache(config: Config, block_size: int, longest: int | None) -> KVCacheSize:
+    """The blocks of an encoder take no memory. They count the tokens of prompts that wait for their last chunk."""
+    if config.cache.memory_gib is not None:
+        raise ConfigError("cache.memory_gib: an encoder has no KV cache; omit it.")
+    assert longest is not None, "an encoder has a table of positions"
+    blocks = config.cache.num_blocks or useful_blocks(config, block_size, longest)
+    return KVCacheSize(blocks, 0, min(longest, blocks * block_size))
 
 
 def _num_blocks(cache: CacheConfig, block_bytes: int, free: int, default: int) -> int:

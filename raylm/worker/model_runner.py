@@ -41,6 +41,7 @@ class ModelRunner:
         adapters: Adapters | None = None,
         kv_memory: KVMemory | None = None,
         pipeline: Pipeline | None = None,
+        pooler: Pooler | None = None,
     ) -> None:
         self.forward, self.batch, self.buffers = forward, batch, buffers
         self.sampler = sampler or Sampler()
@@ -49,7 +50,7 @@ class ModelRunner:
         self.async_decode = async_decode or AsyncDecode()
         self.kv_memory = kv_memory or KVMemory()
         self.pipeline = pipeline or Pipeline()
-        self.pooler = Pooler()
+        self.pooler = pooler or Pooler()
         self._prompt_logprobs: dict[int, int] = {}
         self._has_deferred = False
 

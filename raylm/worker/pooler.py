@@ -17,7 +17,7 @@ NOT_FINITE = "the model's hidden states are not finite"
 
 
 @dataclass(slots=True)
-class _Row:
+class PooledPrompt:
     """A partly computed prompt. ``state`` [hidden_size] float32 is the result of its chunks so far."""
 
     params: PoolingParams
@@ -32,11 +32,11 @@ class Pooler:
     """
 
     def __init__(self) -> None:
-        self._rows: dict[int, _Row] = {}
+        self._rows: dict[int, PooledPrompt] = {}
 
     def add(self, new: NewSequence) -> None:
         if new.pooling is not None:
-            self._rows[new.seq_id] = _Row(new.pooling)
+            self._rows[new.seq_id] = PooledPrompt(new.pooling)
 
     def remove(self, seq_id: int) -> None:
         self._rows.pop(seq_id, None)
@@ -60,24 +60,27 @@ class Pooler:
         failed: list[tuple[int, str]] = []
         if not self._rows:
             return ready, failed
-        ends = np.cumsum(step.counts)
         for at, seq_id in enumerate(step.seq_ids):
             if (row := self._rows.get(seq_id)) is None:
                 continue
-            end, count, computed = int(ends[at]), int(step.counts[at]), int(step.computed[at])
-            last = computed + count == int(batch.num_prompt_tokens[step.rows[at]])
-            _take_in(row, hidden[end - count : end], first=computed == 0, last=last)
-            if last:
-                assert row.state is not None, "a prompt whose first token counts was not computed from its beginning"
-                vector = _finish(row.params, row.state, computed + count)
-                if torch.isfinite(vector).all():
-                    ready.append((seq_id, vector.cpu().numpy().tobytes()))
-                else:
-                    failed.append((seq_id, NOT_FINITE))
+            vector = self._vector(row, step, at, hidden, batch)
+            if vector is None:
+                continue
+            if torch.isfinite(vector).all():
+                ready.append((seq_id, vector.cpu().numpy().tobytes()))
+            else:
+                failed.append((seq_id, NOT_FINITE))
         return ready, failed
 
+    def _vector(self, row: PooledPrompt, step: StepBatch, at: int, hidden: Tensor, batch: InputBatch) -> Tensor | None:
+        """Take in the chunk of a prompt, that of index ``at`` in the step. The vector if it was the last one."""
+        end, count, computed = int(step.counts[: at + 1].sum()), int(step.counts[at]), int(step.computed[at])
+        last = computed + count == int(batch.num_prompt_tokens[step.rows[at]])
+        take_in(row, hidden[end - count : end], first=computed == 0, last=last)
+        return finish(row, computed + count) if last else None
 
-def _take_in(row: _Row, chunk: Tensor, *, first: bool, last: bool) -> None:
+
+def take_in(row: PooledPrompt, chunk: Tensor, *, first: bool, last: bool) -> None:
     if row.params.pooling == "mean":
         total = chunk.sum(dim=0, dtype=torch.float32)
         row.state = total if row.state is None else row.state + total
@@ -87,7 +90,9 @@ def _take_in(row: _Row, chunk: Tensor, *, first: bool, last: bool) -> None:
         row.state = chunk[-1].float()
 
 
-def _finish(params: PoolingParams, state: Tensor, num_tokens: int) -> Tensor:
+def finish(row: PooledPrompt, num_tokens: int) -> Tensor:
     """Divide a sum for the mean, cut the vector to its dimensions, and normalize it to length 1 if requested."""
+    params, state = row.params, row.state
+    assert state is not None, "a prompt whose first token counts was not computed from its beginning"
     vector = (state / num_tokens if params.pooling == "mean" else state)[: params.dimensions]
     return torch.nn.functional.normalize(vector, dim=0) if params.normalize else vector

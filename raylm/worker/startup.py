@@ -18,13 +18,14 @@ from raylm.config import Config, EngineConfig, SchedulerConfig
 from raylm.errors import ConfigError
 from raylm.lazy import Family
 from raylm.messages import WorkerInfo
-from raylm.models import SINGLE_RANK, CausalLM, Ranks, load_model, outline, resolve_dtype, with_kv_scales
+from raylm.models import SINGLE_RANK, CausalLM, Encoder, Ranks, load_model, outline, resolve_dtype, with_kv_scales
 from raylm.native import NativeError, most_likely, use_threads
 from raylm.stages import about
 from raylm.worker.attention import AnyBackend, StepLimits, select_backend
 from raylm.worker.cgroup import available_cores, available_memory
 from raylm.worker.distributed.rendezvous import Rendezvous
 from raylm.worker.distributed.stages import Workers, join_workers
+from raylm.worker.encoder import EncoderForward, EncoderPooler
 from raylm.worker.features import AsyncDecode, Pipeline, Speculator
 from raylm.worker.fingerprint import VARYING, fingerprint
 from raylm.worker.forward import Forward, ModuleForward, select_forward
@@ -35,6 +36,7 @@ from raylm.worker.kv_memory import KVMemory
 from raylm.worker.lora import create_adapters
 from raylm.worker.memory import largest_step, profile_run
 from raylm.worker.model_runner import ModelRunner
+from raylm.worker.pooler import Pooler
 from raylm.worker.sampling.grammars import Grammars
 from raylm.worker.sampling.sampler import Sampler
 
@@ -203,6 +205,8 @@ def _load(config: Config, device: torch.device, ranks: Ranks, most_threads: int)
 
 def _profile(config: Config, loaded: _Loaded) -> int:
     """Bytes that the largest step takes in addition to weights and KV cache."""
+    if isinstance(loaded.model, Encoder):
+        return 0  # a prompt of 512 tokens takes some 20 MB
     limits = _limits(config, loaded.block_size, loaded.checkpoint.max_position_embeddings)
     longest = loaded.checkpoint.max_position_embeddings or limits.max_num_tokens
     model, backend, where = loaded.model, loaded.backend, (loaded.dtype, loaded.device)
@@ -220,7 +224,8 @@ def _runner(config: Config, loaded: _Loaded, pool: KVCacheSize, pipeline: Pipeli
     with_graphs = capturable and config.engine.cuda_graphs
     num_blocks = pool.num_blocks + with_graphs  # graphs need a scratch block after the scheduler's blocks
     kv_caches = allocate(backend, model.attention_specs, num_blocks, limits.block_size, loaded.dtype, device)
-    forward = select_forward(model, backend, kv_caches, limits)
+    encoder = model if isinstance(model, Encoder) else None
+    forward = EncoderForward(encoder) if encoder else select_forward(model, backend, kv_caches, limits)
     if with_graphs and isinstance(forward, ModuleForward):
         forward = GRAPH_FORWARDS[device.type](forward, limits, pool.num_blocks, device, loaded.ranks)
     # With native products and attention, torch computes so little that waking its threads would take longer.
@@ -237,6 +242,7 @@ def _runner(config: Config, loaded: _Loaded, pool: KVCacheSize, pipeline: Pipeli
         create_adapters(config.lora, model, forward, limits),
         KVMemory([half for kv in kv_caches for half in kv], blocks_ahead) if device.type == "cpu" else None,
         pipeline,
+        EncoderPooler(encoder) if encoder else Pooler(),
     )
 
 

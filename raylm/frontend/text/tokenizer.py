@@ -97,6 +97,30 @@ class Tokenizer:
             ) from error
         return ids
 
+    async def encode_pair(self, one: str, other: str, param: str) -> tuple[list[int], int]:
+        """Tokenize two texts as one prompt. Returns its tokens and the place where those of the second text begin.
+
+        Raises InvalidRequestError as ``encode``.
+        """
+        check_chars(len(one) + len(other), param)
+
+        def work() -> tuple[list[int], int]:
+            try:
+                one.encode(), other.encode()
+                with _panics_raised():
+                    found = self.backend.encode_batch([(one, other)], add_special_tokens=True)[0]
+            except UnicodeEncodeError as error:
+                raise InvalidRequestError(
+                    f"{param} is not valid Unicode: it contains a surrogate.", param=param
+                ) from error
+            except Exception as error:
+                raise InvalidRequestError(
+                    f"The model's tokenizer cannot tokenize {param}: {_line(error)}", param=param
+                ) from error
+            return found.ids, len(found.ids) - sum(found.type_ids)
+
+        return await self._run(len(one) + len(other), work)
+
     async def decode(self, token_ids: list[int]) -> str:
         """The text of ``token_ids``, with special tokens."""
         if len(token_ids) > MAX_IDS:

@@ -1,18 +1,27 @@
-"""POST /score and /rerank: the similarity of texts, by the cosine of their embeddings (a bi-encoder)."""
+"""POST /score and /rerank: how well texts match.
+
+A cross-encoder scores each pair of texts. For other models it is the cosine of their embeddings (a bi-encoder).
+"""
 
 from __future__ import annotations
 
+from abc import abstractmethod
 from collections.abc import Sequence
-from typing import Annotated, ClassVar
+from dataclasses import replace
+from typing import TYPE_CHECKING, Annotated, ClassVar
 
 from pydantic import Field
 
 from raylm.config import Config
 from raylm.errors import InvalidRequestError
-from raylm.frontend import RequestHead
+from raylm.frontend import Request, RequestHead
 from raylm.ingress.http.body import JSONObject
-from raylm.ingress.openai.embeddings import Embedded, PoolingBody, PoolingHandler, Text
+from raylm.ingress.openai.embeddings import B, Embedded, PoolingBody, PoolingHandler, Text
 from raylm.ingress.openai.fields import Prompt, StringOrStrings
+from raylm.params import PoolingParams
+
+if TYPE_CHECKING:
+    from raylm.ingress.openai.outputs import Outputs
 
 MAX_DOCUMENTS = 1024
 
@@ -85,35 +94,84 @@ def _check_texts(name: str, texts: list[str]) -> None:
         raise InvalidRequestError(f"'{name}' must not hold an empty text.", param=name)
 
 
-class Score(PoolingHandler[ScoreRequest]):
+Pair = tuple[int, int]
+"""The places of two texts of a body."""
+
+
+class ScoringHandler(PoolingHandler[B]):
+    """The handler of a route with a score for each pair of texts."""
+
+    @abstractmethod
+    def pairs(self, body: B, count: int) -> list[Pair]:
+        """The pairs to score of ``count`` texts."""
+
+    async def streams(
+        self, body: B, request: Request, head: RequestHead, params: PoolingParams | None = None
+    ) -> list[Outputs]:
+        """As in the base class. Of a cross-encoder: the single output of each pair."""
+        if not self._llm.pooling_defaults.scores_pairs:
+            return await super().streams(body, request, head, params)
+        for name in ("pooling", "truncate_prompt_tokens"):
+            if getattr(body, name) is not None:
+                message = f"'{name}' is not served by a model that scores pairs of texts. Omit it."
+                raise InvalidRequestError(message, param=name)
+        texts = self.texts(body)
+        pairs = self.pairs(body, len(texts))
+        request.expect(len(pairs), 1)
+        heads = [head.nth(place, texts[other][1]) for place, (_, other) in enumerate(pairs)]
+        found = [await self._tokenized(texts[one], texts[other], body) for one, other in pairs]
+        each = [replace(body.pooling_params("cls"), pair_at=pair_at) for _, pair_at in found]
+        reserved = await self._llm.reserve([prompt for prompt, _ in found], each[0], heads)
+        streams = zip(reserved, each, heads, strict=True)
+        return [self._llm.embed(prompt, pair, nth) for prompt, pair, nth in streams]
+
+    async def _tokenized(self, one: Text, other: Text, body: B) -> tuple[list[int], int]:
+        first, second = await self.prompt(one, body), await self.prompt(other, body)
+        assert isinstance(first, str), "texts are truncated by tokens only if asked"
+        assert isinstance(second, str), "texts are truncated by tokens only if asked"
+        return await self._llm.tokenize_pair(first, second, other[1])
+
+    def scores(self, body: B, embedded: Embedded) -> list[float]:
+        """The score of each pair, in order."""
+        if self._llm.pooling_defaults.scores_pairs:
+            return [float(vector[0]) for vector in embedded.vectors]
+        return _cosines(embedded, self.pairs(body, len(embedded.vectors)))
+
+
+class Score(ScoringHandler[ScoreRequest]):
     """Answers in vLLM's form."""
 
     prefix = "score"
+
+    def pairs(self, body: ScoreRequest, count: int) -> list[Pair]:
+        firsts, others = map(len, body.sides)
+        return [(place if firsts > 1 else 0, firsts + place) for place in range(others)]
 
     def texts(self, body: ScoreRequest) -> Sequence[Text]:
         return [(text, name) for name, side in zip(body.names, body.sides, strict=True) for text in side]
 
     def answer(self, body: ScoreRequest, head: RequestHead, embedded: Embedded) -> JSONObject:
-        count, num_others = map(len, body.sides)
-        pairs = [(place if count > 1 else 0, count + place) for place in range(num_others)]
         return {
             "id": head.request_id,
             "object": "list",
             "created": int(head.arrival_time),
             "model": body.model,
             "data": [
-                {"index": index, "object": "score", "score": cosine}
-                for index, cosine in enumerate(_cosines(embedded, pairs))
+                {"index": index, "object": "score", "score": score}
+                for index, score in enumerate(self.scores(body, embedded))
             ],
             "usage": embedded.usage,
         }
 
 
-class Rerank(PoolingHandler[RerankRequest]):
-    """Answers in Jina's and Cohere's form: the most similar document first."""
+class Rerank(ScoringHandler[RerankRequest]):
+    """Answers in Jina's and Cohere's form: the document that matches best first."""
 
     prefix = "rerank"
     listed = "results"
+
+    def pairs(self, body: RerankRequest, count: int) -> list[Pair]:
+        return [(0, place) for place in range(1, count)]
 
     def texts(self, body: RerankRequest) -> Sequence[Text]:
         return [(body.query, "query"), *((text, "documents") for text in body.documents)]
@@ -127,9 +185,9 @@ class Rerank(PoolingHandler[RerankRequest]):
         return await super().prompt((whole, field), body)
 
     def answer(self, body: RerankRequest, head: RequestHead, embedded: Embedded) -> JSONObject:
-        cosines = _cosines(embedded, [(0, place) for place in range(1, len(embedded.vectors))])
-        order = sorted(range(len(cosines)), key=lambda place: -cosines[place])[: body.top_n or None]
-        results: list[JSONObject] = [{"index": place, "relevance_score": cosines[place]} for place in order]
+        scores = self.scores(body, embedded)
+        order = sorted(range(len(scores)), key=lambda place: -scores[place])[: body.top_n or None]
+        results: list[JSONObject] = [{"index": place, "relevance_score": scores[place]} for place in order]
         if body.return_documents is not False:
             results = [result | {"document": {"text": body.documents[result["index"]]}} for result in results]
         return {"id": head.request_id, "model": body.model, "usage": embedded.usage, "results": results}

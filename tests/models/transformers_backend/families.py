@@ -14,7 +14,7 @@ import torch
 import transformers
 from transformers import AutoModelForCausalLM
 
-from raylm.models.registry import ARCHITECTURES
+from raylm.models.architectures import GENERATIVE
 from raylm.models.transformers_backend import TRANSFORMERS_BACKEND
 from tests.checkpoints import BOS, EOS, SIZES
 from tests.worker.driver import Driver, Reference, Tracked, random_prompt
@@ -105,7 +105,7 @@ def family_error(architecture: str, dtype: torch.dtype) -> float:
 
 def path_of(architecture: str) -> str:
     """Which code serves an architecture, as the table has it."""
-    return "transformers" if ARCHITECTURES[architecture] == TRANSFORMERS_BACKEND else "native"
+    return "transformers" if GENERATIVE[architecture] == TRANSFORMERS_BACKEND else "native"
 
 
 def read_table() -> dict[str, tuple[str, float, float]]:
@@ -118,7 +118,7 @@ def main() -> None:
     """Measure all and write the table."""
     head = TABLE.read_text().partition("| `")[0]
     lines = []
-    for architecture in sorted(ARCHITECTURES, key=str.lower):
+    for architecture in sorted(GENERATIVE, key=str.lower):
         exact, rounded = (family_error(architecture, dtype) for dtype in BOUNDS)
         lines.append(f"| `{architecture}` | {path_of(architecture)} | {exact:.1e} | {rounded:.1e} |\n")
         print(lines[-1], end="", file=sys.stderr)

@@ -13,8 +13,8 @@ from safetensors.torch import load_file, save_file
 from raylm.checkpoint import Checkpoint
 from raylm.errors import ConfigError
 from raylm.models import load_model
+from raylm.models.architectures import ARCHITECTURES, GENERATIVE
 from raylm.models.linear import Linear
-from raylm.models.registry import ARCHITECTURES
 from raylm.models.transformers_backend import TRANSFORMERS_BACKEND, inspection, module_replacement
 from raylm.models.transformers_backend.model import TransformersForCausalLM
 from tests.models.transformers_backend.families import (
@@ -29,7 +29,7 @@ from tests.models.transformers_backend.families import (
 from tests.worker.driver import Driver, random_prompt
 
 CPU = torch.device("cpu")
-COMPACT = sorted(name for name, served in ARCHITECTURES.items() if served != TRANSFORMERS_BACKEND)
+COMPACT = sorted(name for name, served in GENERATIVE.items() if served != TRANSFORMERS_BACKEND)
 
 
 def load(path: Path, quantization: str | None = None) -> tuple[TransformersForCausalLM, int]:
@@ -44,7 +44,7 @@ def allow(monkeypatch: pytest.MonkeyPatch, *architectures: str) -> None:
         monkeypatch.setitem(ARCHITECTURES, architecture, TRANSFORMERS_BACKEND)
 
 
-@pytest.mark.parametrize("architecture", sorted(ARCHITECTURES))
+@pytest.mark.parametrize("architecture", sorted(GENERATIVE))
 def test_logits_are_as_near_to_transformers_as_the_table_says(architecture: str) -> None:
     told = read_table()[architecture]
     assert told[0] == path_of(architecture)
@@ -56,7 +56,7 @@ def test_logits_are_as_near_to_transformers_as_the_table_says(architecture: str)
 
 
 def test_the_table_holds_the_registered_architectures() -> None:
-    assert list(read_table()) == sorted(ARCHITECTURES, key=str.lower)
+    assert list(read_table()) == sorted(GENERATIVE, key=str.lower)
 
 
 @pytest.mark.parametrize("architecture", COMPACT)
