@@ -1,50 +1,89 @@
-"""What a turn of a long conversation costs before the engine has it: 60 turns, each about 1,000 tokens longer.
+"""What a turn of a coding agent's session costs before the engine has it: 60 turns, from 14,000 to 60,000 tokens.
 
     python -m benchmarks.http.long_conversations
     python -m benchmarks.http.long_conversations --only chat --turns 30
+    python -m benchmarks.http.long_conversations --kept 0    # keeps no token ids of earlier turns
 
-The HTTP app and AsyncLLM are the real ones, in this process, with the embedded model's tokenizer and template; the
-engine answers at once. "ms" is from the arrival of the whole body to the call that hands the request to the engine, the
-median of the turns of that part of the conversation. "prefix" is the share of the prompt's blocks of 16 tokens that the
-turn before had too, which an unbounded prefix cache would have.
+Each turn arrives at one of two ingresses at random, which share two engines. The HTTP apps, AsyncLLM, Router,
+EngineCore and KV cache are the real ones, in this process, with the embedded model's tokenizer and template; the
+workers compute nothing and answer at once. "ms" is from the arrival of the whole body to the call that hands the
+request to the engine, the median of the turns of that part of the session. "CPU" is the time of this process, with the
+HTTP client, and of the process that renders the template. "hit" is the share of the prompts' tokens that the engines
+had cached.
 """
 
 from __future__ import annotations
 
 import asyncio
 import random
+import tempfile
 import time
-from collections.abc import AsyncIterator, Callable
+from collections.abc import AsyncIterator, Callable, Iterator
 from contextlib import asynccontextmanager
-from itertools import takewhile
+from pathlib import Path
 from typing import Any
 
 import httpx
 
-from benchmarks.http.event_loop import VOCAB_SIZE, InstantEngine
+from benchmarks.http.event_loop import CONTEXT, VOCAB_SIZE
 from benchmarks.rows import Report, parser, quantile
 from raylm.config import Config
-from raylm.frontend import AsyncLLM
+from raylm.engine import EngineCore
+from raylm.frontend import AsyncLLM, LocalEngineClient
+from raylm.frontend.text import turn_tokens
 from raylm.ingress import build_asgi_app
-from raylm.messages import EngineCoreRequest
+from raylm.messages import EngineCoreRequest, EngineInfo, WorkerInfo
+from raylm.simulate.executor import SimulatedExecutor
 
-_WORDS = 220  # of a message, about 1,000 tokens
+_FIRST_WORDS = 3_000  # of the system message, about 14,000 tokens
+_WORDS = 160  # of a message; with its answer about 800 tokens
+_SETTLE_S = 0.05  # for what the engines still tell of the turn before
 _BLOCK = 16
-_UNITS = {"tokens": "", "ms": "", "of them CPU": "", "prefix": "%"}
+_BLOCKS = 16_384  # of an engine: 262,144 tokens
+_UNITS = {"tokens": "", "ms": "", "CPU": "ms", "hit": "%"}
 _WINDOW = 6  # turns
 
 
-class ClockedEngine(InstantEngine):
-    """Notes when a request arrives, and its prompt."""
+class Clock:
+    """Measures a turn: seconds and CPU seconds from ``begin`` until an engine is handed the request."""
 
     def __init__(self) -> None:
-        super().__init__(VOCAB_SIZE)
         self.at = self.cpu = 0.0
-        self.prompt: list[int] = []
+        self.tokens = 0
+        self._children: list[Path] = []
+
+    def begin(self) -> None:
+        self._children = list(_descendants(Path("/proc/self")))
+        self.at, self.cpu = time.perf_counter(), self._cpu_s()
+
+    def note(self, request: EngineCoreRequest) -> None:
+        self.at, self.cpu = time.perf_counter() - self.at, self._cpu_s() - self.cpu
+        self.tokens = len(request.prompt_token_ids)
+
+    def _cpu_s(self) -> float:
+        """CPU time of this process and of its descendants, in seconds."""
+        return time.process_time() + sum(_run_s(child) for child in self._children)
+
+
+class ClockedClient(LocalEngineClient):
+    def __init__(self, core: EngineCore, info: EngineInfo, clock: Clock) -> None:
+        super().__init__(core, info)
+        self._clock = clock
 
     def add(self, request: EngineCoreRequest) -> None:
-        self.at, self.cpu, self.prompt = time.perf_counter(), time.process_time(), list(request.prompt_token_ids)
+        self._clock.note(request)
         super().add(request)
+
+
+def _descendants(process: Path) -> Iterator[Path]:
+    for children in process.glob("task/*/children"):
+        for pid in children.read_text().split():
+            yield (child := Path("/proc", pid))
+            yield from _descendants(child)
+
+
+def _run_s(process: Path) -> float:
+    return int((process / "schedstat").read_text().split()[0]) / 1e9
 
 
 Talk = list[dict[str, Any]]
@@ -56,7 +95,7 @@ def _chat(talk: Talk, _: dict[str, Any]) -> tuple[str, dict[str, Any]]:
 
 
 def _messages(talk: Talk, _: dict[str, Any]) -> tuple[str, dict[str, Any]]:
-    return "/v1/messages", {"messages": talk, "max_tokens": 1}
+    return "/v1/messages", {"system": talk[0]["content"], "messages": talk[1:], "max_tokens": 1}
 
 
 def _responses(talk: Talk, _: dict[str, Any]) -> tuple[str, dict[str, Any]]:
@@ -65,7 +104,7 @@ def _responses(talk: Talk, _: dict[str, Any]) -> tuple[str, dict[str, Any]]:
 
 def _chained(talk: Talk, last: dict[str, Any]) -> tuple[str, dict[str, Any]]:
     before = {"previous_response_id": last["id"]} if last else {}
-    return "/v1/responses", {"input": talk[-1:], "max_output_tokens": 1} | before
+    return "/v1/responses", {"input": talk[-1:] if last else talk, "max_output_tokens": 1} | before
 
 
 CASES: dict[str, Ask] = {
@@ -77,41 +116,73 @@ CASES: dict[str, Ask] = {
 
 
 @asynccontextmanager
-async def _served() -> AsyncIterator[tuple[ClockedEngine, httpx.AsyncClient]]:
-    config = Config.model_validate({"model": "embedded", "ingress": {"store": ":memory:"}})
-    llm, engine = AsyncLLM(config), ClockedEngine()
-    llm.add_engine(engine)
-    async with httpx.AsyncClient(
-        transport=httpx.ASGITransport(build_asgi_app(llm, config)), base_url="http://localhost", timeout=600
-    ) as client:
+async def _engine(number: int) -> AsyncIterator[tuple[EngineCore, EngineInfo]]:
+    worker = WorkerInfo(_BLOCKS, _BLOCK, CONTEXT, VOCAB_SIZE, "none", "none", "none", 1, 0, 0)
+    core = EngineCore(Config(model="embedded"), SimulatedExecutor(worker, lambda _: 0.0, lambda _: [300]))
+    info = await core.start()
+    running = asyncio.create_task(core.run())
+    try:
+        yield core, EngineInfo(f"engine-{number}", info.max_model_len, info)
+    finally:
+        running.cancel()
+        await asyncio.gather(running, return_exceptions=True)
+        await core.shutdown()
+
+
+@asynccontextmanager
+async def _ingress(
+    engines: list[tuple[EngineCore, EngineInfo]], store: Path, rank: int, clock: Clock
+) -> AsyncIterator[httpx.AsyncClient]:
+    config = Config.model_validate({"model": "embedded", "ingress": {"store": str(store)}})
+    llm = AsyncLLM(config, rank=rank)
+    for core, info in engines:
+        llm.add_engine(ClockedClient(core, info, clock))
+    transport = httpx.ASGITransport(build_asgi_app(llm, config))
+    async with httpx.AsyncClient(transport=transport, base_url="http://localhost", timeout=600) as client:
         try:
-            yield engine, client
+            yield client
         finally:
             await llm.stop()
 
 
+@asynccontextmanager
+async def _served(clock: Clock) -> AsyncIterator[list[httpx.AsyncClient]]:
+    """Clients of two ingresses."""
+    with tempfile.TemporaryDirectory() as folder:
+        store = Path(folder, "responses.db")
+        async with _engine(0) as first, _engine(1) as second:
+            engines = [first, second]
+            async with _ingress(engines, store, 0, clock) as one, _ingress(engines, store, 1, clock) as other:
+                yield [one, other]
+
+
 async def _talk(ask: Ask, turns: int) -> list[tuple[float, float, float, float]]:
-    """(tokens, milliseconds, milliseconds of CPU, share of the prefix) of each turn."""
-    words, talk, last, found = random.Random(7), Talk(), {}, []
+    """(tokens, milliseconds, milliseconds of CPU, share of cached tokens) of each turn."""
+    words, last, found = random.Random(7), {}, []
     vocabulary = ["".join(words.choices("abcdefghijklmnoprstuvwz", k=words.randint(2, 9))) for _ in range(2000)]
-    before: list[int] = []
-    async with _served() as (engine, client):
+    talk: Talk = [{"role": "system", "content": " ".join(words.choices(vocabulary, k=_FIRST_WORDS))}]
+    clock = Clock()
+    async with _served(clock) as clients:
         for _ in range(turns):
             talk.append({"role": "user", "content": " ".join(words.choices(vocabulary, k=_WORDS))})
             path, body = ask(talk, last)
+            client = words.choice(clients)
             request = client.build_request("POST", path, json={"model": "embedded"} | body)
-            begun, cpu = time.perf_counter(), time.process_time()
+            await asyncio.sleep(_SETTLE_S)
+            clock.begin()
             answer = await client.send(request)
             answer.raise_for_status()
             last = answer.json()
-            shared = sum(
-                1 for _ in takewhile(lambda pair: pair[0] == pair[1], zip(before, engine.prompt, strict=False))
-            )
-            before = engine.prompt
-            share = 100 * (shared // _BLOCK * _BLOCK) / len(before)
-            found.append((len(before), 1000 * (engine.at - begun), 1000 * (engine.cpu - cpu), share))
+            share = 100 * _cached(last["usage"]) / clock.tokens
+            found.append((clock.tokens, 1000 * clock.at, 1000 * clock.cpu, share))
             talk.append({"role": "assistant", "content": " ".join(words.choices(vocabulary, k=40))})
     return found
+
+
+def _cached(usage: dict[str, Any]) -> int:
+    """The number of cached tokens, in any of the three APIs' forms."""
+    details = usage.get("prompt_tokens_details") or usage.get("input_tokens_details")
+    return int(details["cached_tokens"] if details else usage["cache_read_input_tokens"])
 
 
 async def _run(only: str | None, turns: int, report: Report) -> None:
@@ -124,14 +195,16 @@ async def _run(only: str | None, turns: int, report: Report) -> None:
             columns = [quantile([turn[column] for turn in part], 0.5) for column in range(4)]
             report.add(f"{name}, turns {begin + 1} to {begin + len(part)}", dict(zip(_UNITS, columns, strict=True)))
         tokens = sum(turn[0] for turn in found)
-        report.add(f"{name}, all turns", {"prefix": sum(turn[0] * turn[3] for turn in found) / tokens})
+        report.add(f"{name}, all turns", {"hit": sum(turn[0] * turn[3] for turn in found) / tokens})
 
 
 def main() -> None:
     options = parser(__doc__)
     options.add_argument("--only", choices=CASES)
     options.add_argument("--turns", type=int, default=60)
+    options.add_argument("--kept", type=int, default=turn_tokens.MAX_BYTES, help="bytes of kept token ids")
     given = options.parse_args()
+    turn_tokens.MAX_BYTES = given.kept
     asyncio.run(_run(given.only, given.turns, Report("long conversations", _UNITS, given.out)))
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import AsyncGenerator, Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager
+from typing import TypeAlias
 
 from prometheus_client.core import Metric
 
@@ -29,10 +30,10 @@ from raylm.frontend.text.template_process import check_templates
 from raylm.frontend.text.tokenizer import Tokenizer
 from raylm.frontend.timelines.record import Part
 from raylm.frontend.timelines.ring import Timelines
-from raylm.messages import EngineCoreRequest, EngineStats, ReasoningTokenIds
+from raylm.messages import EngineCoreRequest, EngineStats, ReasoningTokenIds, TokenIds
 from raylm.params import PoolingParams, SamplingParams
 
-Prompt = str | list[int]
+Prompt: TypeAlias = "str | TokenIds"
 
 
 class AsyncLLM:
@@ -242,8 +243,8 @@ class AsyncLLM:
         record = None if head.request is None else head.request.record
         return self.timelines.part(record, head.request_id, head.adapter or self.model_name)
 
-    async def _token_ids(self, prompt: Prompt, limits: Limits, head: RequestHead) -> list[int]:
-        if isinstance(prompt, list):
+    async def _token_ids(self, prompt: Prompt, limits: Limits, head: RequestHead) -> TokenIds:
+        if not isinstance(prompt, str):
             return prompt
         self._input.check_chars(len(prompt), limits.max_model_len, head.param)
         if _waiting(head.request) is None:

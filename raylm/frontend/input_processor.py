@@ -10,10 +10,12 @@ from dataclasses import dataclass, field, replace
 from itertools import chain, count
 from typing import TYPE_CHECKING, Any
 
+import numpy as np
+
 from raylm.errors import ContextLengthError, InvalidRequestError
 from raylm.frontend.text.tokenizer import Tokenizer
 from raylm.frontend.threads import offload
-from raylm.messages import EngineCoreRequest, ReasoningTokenIds, ServiceLevel
+from raylm.messages import EngineCoreRequest, ReasoningTokenIds, ServiceLevel, TokenIds
 from raylm.params import PoolingParams, SamplingParams
 
 if TYPE_CHECKING:
@@ -89,7 +91,7 @@ class InputProcessor:
 
     def build(
         self,
-        prompt_token_ids: list[int],
+        prompt_token_ids: TokenIds,
         params: SamplingParams,
         limits: Limits,
         head: RequestHead,
@@ -128,7 +130,7 @@ class InputProcessor:
         )
 
     def build_pooling(
-        self, prompt_token_ids: list[int], params: PoolingParams, limits: Limits, head: RequestHead
+        self, prompt_token_ids: TokenIds, params: PoolingParams, limits: Limits, head: RequestHead
     ) -> EngineCoreRequest:
         """Check one request for a vector. Raises as ``build``."""
         _check_prompt(prompt_token_ids, limits, head.param)
@@ -138,7 +140,7 @@ class InputProcessor:
         return self._request(prompt_token_ids, _NO_SAMPLING, head, pooling=params)
 
     def _request(
-        self, prompt_token_ids: list[int], params: SamplingParams, head: RequestHead, **rest: Any
+        self, prompt_token_ids: TokenIds, params: SamplingParams, head: RequestHead, **rest: Any
     ) -> EngineCoreRequest:
         if head.cache_salt is not None and not 1 <= len(head.cache_salt) <= MAX_CACHE_SALT_CHARS:
             message = f"cache_salt must have 1 to {MAX_CACHE_SALT_CHARS} characters."
@@ -169,10 +171,13 @@ class InputProcessor:
         return await offload(work, sum(map(len, words)) // 2) if words else ()
 
 
-def _check_prompt(token_ids: list[int], limits: Limits, param: str) -> None:
+def _check_prompt(token_ids: TokenIds, limits: Limits, param: str) -> None:
     if not token_ids:
         raise InvalidRequestError(f"{param} must not be empty.", param=param)
-    _check_ids(param, (min(token_ids), max(token_ids)), limits)
+    if isinstance(token_ids, array):
+        _check_ids(param, (int(np.frombuffer(token_ids, np.uint32).max()),), limits)
+    else:
+        _check_ids(param, (min(token_ids), max(token_ids)), limits)
 
 
 def _check_length(num_prompt_tokens: int, max_tokens: int | None, max_model_len: int, param: str) -> None:

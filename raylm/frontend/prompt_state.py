@@ -61,7 +61,7 @@ class PromptState(RoutedPrompt):
         self.unread_logprobs: Logprobs | None = None  # of the prompt, until ``get`` returns them
         self._telemetry = telemetry
         self._reservation = reservation
-        self._prompt_token_ids = list(request.prompt_token_ids)
+        self._prompt_token_ids: list[int] | None = None
         self._num_open = len(self.texts)
         self._prompt_logprobs: list[TokenLogprob | None] | None = None
         self._deltas: list[CompletionDelta] = []
@@ -81,6 +81,8 @@ class PromptState(RoutedPrompt):
         if (columns := self.unread_logprobs) is not None:
             self._prompt_logprobs = await offload(partial(self._read_prompt, columns), len(columns.token_ids))
             self.unread_logprobs = None
+        if self._prompt_token_ids is None:
+            self._prompt_token_ids = list(self.request.prompt_token_ids)
         deltas, self._deltas, self._newest = self._deltas, [], {}
         return RequestOutput(
             request_id=self.request.request_id,

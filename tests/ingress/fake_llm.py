@@ -65,6 +65,7 @@ class FakeAsyncLLM:
     answer_format: AnswerFormat | None = None
     adapters: AdapterDirectory = field(default_factory=AdapterDirectory)
     calls: list[Call] = field(default_factory=list)
+    owners: list[str | None] = field(default_factory=list)  # of chats
     rendered: list[ChatRequest] = field(default_factory=list)
     timelines: Timelines = field(default_factory=Timelines)
     engines: tuple[()] = ()
@@ -119,6 +120,7 @@ class FakeAsyncLLM:
         yield RequestOutput(head.request_id, ids, [], finished=True, vector=struct.pack(f"{len(vector)}f", *vector))
 
     async def prepare_chat(self, request: ChatRequest, params: SamplingParams) -> ChatPrompt:
+        self.owners.append(request.owner)
         shown = replace(request, tools=request.tools if request.tool_choice != "none" else None)
         token_ids = await self.render_chat(shown)
         return ChatPrompt(token_ids, params, self.answer_format)

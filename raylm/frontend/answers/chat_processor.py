@@ -14,8 +14,9 @@ from raylm.frontend.answers.reasoning_parsers import REASONING_PARSERS, Reasonin
 from raylm.frontend.answers.tool_calls import TOOL_PARSERS, detect_tool_parser
 from raylm.frontend.text.chat_template import ChatRequest, ChatTemplate
 from raylm.frontend.text.tokenizer import Tokenizer
+from raylm.frontend.text.turn_tokens import TurnTokens
 from raylm.frontend.timelines.record import mark
-from raylm.messages import ReasoningTokenIds
+from raylm.messages import ReasoningTokenIds, TokenIds
 from raylm.params import SamplingParams
 
 _TAIL_TOKENS = 16  # tokens at the end of a prompt that are searched for markers of reasoning
@@ -25,7 +26,7 @@ _TAIL_TOKENS = 16  # tokens at the end of a prompt that are searched for markers
 class ChatPrompt:
     """A conversation in the form that AsyncLLM.generate accepts."""
 
-    token_ids: list[int]
+    token_ids: TokenIds
     params: SamplingParams
     answer_format: AnswerFormat | None
 
@@ -41,6 +42,7 @@ class ChatProcessor:
         self._tokenizer = tokenizer
         self._template = template
         self._compiler = compiler
+        self._turns = TurnTokens(tokenizer, "\n".join((template.source, *tokenizer.special_tokens.values())))
         tools = _choose("tool_parser", config.tool_parser, TOOL_PARSERS, detect_tool_parser(template.source))
         detected = detect_reasoning_parser(template.source)
         reasoning = _choose("reasoning_parser", config.reasoning_parser, REASONING_PARSERS, detected)
@@ -75,8 +77,10 @@ class ChatProcessor:
         mark("template")
         text = await self.render(seen)
         mark("tokenize")
-        special = request.add_special_tokens
-        token_ids = await self._tokenizer.encode(text, add_special_tokens=special, param="messages")
+        if request.add_special_tokens:
+            token_ids: TokenIds = await self._tokenizer.encode(text, add_special_tokens=True, param="messages")
+        else:
+            token_ids = await self._turns.encode(text, request.owner, param="messages")
         thinking = self._thinking(token_ids, request.add_generation_prompt)
         if thinking is None:  # the answer has no reasoning for a budget to limit
             params = replace(params, thinking_token_budget=None)
@@ -107,12 +111,12 @@ class ChatProcessor:
             raise _never_thinks("reasoning_effort")
         return {"reasoning_effort": effort, "enable_thinking": effort != "none"} | (request.template_kwargs or {})
 
-    def _thinking(self, prompt: list[int], opens_turn: bool) -> ReasoningTokenIds | None:
+    def _thinking(self, prompt: TokenIds, opens_turn: bool) -> ReasoningTokenIds | None:
         """The initial state of reasoning for answers to ``prompt``; None if the prompt ends after the reasoning."""
         parser = self._reasoning_parser
         if parser is None or not opens_turn:
             return None
-        tail = self._tokenizer.backend.decode(prompt[-_TAIL_TOKENS:], skip_special_tokens=False).rstrip()
+        tail = self._tokenizer.backend.decode(list(prompt[-_TAIL_TOKENS:]), skip_special_tokens=False).rstrip()
         if tail.endswith(parser.end):
             return None
         return replace(self._marks, begun=tail.endswith(parser.start))

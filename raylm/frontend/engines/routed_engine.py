@@ -9,7 +9,7 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 from statistics import median_low
 
-from raylm.engine import ChainedHasher, keys_of, unpack_keys
+from raylm.engine import unpack_keys
 from raylm.errors import RayLMError
 from raylm.frontend.engines.engine_client import EngineClient
 from raylm.frontend.engines.others_load import OthersLoad
@@ -23,26 +23,6 @@ _LEAN = 0.5  # of its own seconds, for the most distant engine; doubled if reque
 _RISK = 2.0  # for each second that an engine may be busy without a report: some requests do not wait, others wait long
 _GUESS_STEP_S, _GUESS_TOKEN_S = 0.01, 1e-4  # until an engine has reported its speed
 _SERVICE_WEIGHT = 1 / 8  # weight of the newest request in the mean duration
-
-
-class PromptBlocks:
-    """The keys of a prompt's whole blocks, computed once for all engines with the same block size and adapter."""
-
-    def __init__(self, request: EngineCoreRequest) -> None:
-        self.length, self.adapter = len(request.prompt_token_ids), request.adapter
-        self.request = request
-        self._known: dict[tuple[int, str], list[int]] = {}
-
-    def of(self, block_size: int, adapter_digest: str) -> list[int]:
-        found = self._known.get((block_size, adapter_digest))
-        if found is None:
-            request, hasher = self.request, ChainedHasher(block_size)
-            hashes: list[bytes] = []
-            num_blocks = len(request.prompt_token_ids) // block_size
-            root = hasher.root(adapter_digest, request.cache_scope)
-            hasher.extend(hashes, root, request.prompt_token_ids, num_blocks)
-            found = self._known[block_size, adapter_digest] = keys_of(hashes)
-        return found
 
 
 class KnownBlocks:

@@ -17,9 +17,10 @@ from raylm.frontend.engines.adapters import AdapterDirectory
 from raylm.frontend.engines.branches import Branches
 from raylm.frontend.engines.engine_client import EngineClient
 from raylm.frontend.engines.others_load import distances
+from raylm.frontend.engines.prompt_blocks import KeptRuns, PromptBlocks
 from raylm.frontend.engines.recovery import Recovery
 from raylm.frontend.engines.rendezvous import RendezvousHash
-from raylm.frontend.engines.routed_engine import PromptBlocks, Route, RoutedEngine, RoutedPrompt, speeds
+from raylm.frontend.engines.routed_engine import Route, RoutedEngine, RoutedPrompt, speeds
 from raylm.frontend.input_processor import Limits
 from raylm.frontend.timelines.record import Score
 from raylm.messages import EngineCoreOutputs, EngineCoreRequest, EngineStats
@@ -62,6 +63,7 @@ class Router(Generic[P]):
         self._rank = rank
         self._rendezvous = RendezvousHash()
         self._branches = Branches()
+        self._runs = KeptRuns()
         self._engines: dict[str, RoutedEngine] = {}
         self._prompts: dict[int, P] = {}  # by the key of their request
         self._recovery = Recovery(self._send_again, recovery_timeout_s)
@@ -210,7 +212,7 @@ class Router(Generic[P]):
         engines = self._able(request, fingerprint)
         if len(engines) == 1:
             return Route(engines[0], request.params.n, len(request.prompt_token_ids))
-        prompt = PromptBlocks(request)
+        prompt = PromptBlocks(request, self._runs)
         uncached = self._uncached(prompt, engines)
         place, costs = self.choose(prompt, engines, uncached)
         engine, now = engines[place], self._clock()

@@ -48,7 +48,8 @@ class ChatRequest:
     ``messages`` and ``tools`` have OpenAI's form, with arguments of earlier calls as objects or JSON text.
     ``reasoning_effort`` is passed to the template; "none" turns thinking off, any other value turns it on, unless
     ``template_kwargs`` sets ``enable_thinking``. ``add_special_tokens`` adds the tokenizer's special tokens to those of
-    the template. With ``any_length`` the prompt may exceed the context.
+    the template. With ``any_length`` the prompt may exceed the context. The token ids of its turns are kept for later
+    requests of the same ``owner``; None keeps none.
 
     Raises:
         InvalidRequestError: both ``add_generation_prompt`` and ``continue_final_message`` are set.
@@ -64,6 +65,7 @@ class ChatRequest:
     add_special_tokens: bool = False
     template_kwargs: dict[str, Any] | None = None
     any_length: bool = False
+    owner: str | None = None
 
     def __post_init__(self) -> None:
         if self.add_generation_prompt and self.continue_final_message:

@@ -7,6 +7,7 @@ It is loaded by the tokenizers-backed class of transformers, which reads the che
 from __future__ import annotations
 
 import asyncio
+from array import array
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from functools import cached_property, partial
@@ -81,6 +82,14 @@ class Tokenizer:
         check_chars(len(text), param)
         encode = partial(self.encode_now, text, add_special_tokens=add_special_tokens, param=param)
         return await self._run(len(text), encode)
+
+    async def encode_each(self, texts: list[str], *, param: str) -> list[array[int]]:
+        """As ``encode``, without the tokenizer's special tokens, for each of several texts."""
+
+        def work() -> list[array[int]]:
+            return [array("I", self.encode_now(text, add_special_tokens=False, param=param)) for text in texts]
+
+        return await self._run(sum(map(len, texts)), work)
 
     def encode_now(self, text: str, *, add_special_tokens: bool, param: str = "prompt") -> list[int]:
         """Tokenize ``text`` on the calling thread. Uses the batch call because only that releases the GIL."""

@@ -46,7 +46,7 @@ class CreateMessage:
         if told.ended:
             return _last_event(told)
         with renamed(PARAM_NAMES):
-            edited = await edit(body, partial(_count, self._conversations))
+            edited = await edit(body, partial(_count, self._conversations, request.arrival.key_name))
             shown = with_messages(body, edited.messages)
             chat = await offload(shown.as_chat, len(body.messages))
             _, outputs = await self._conversations.start(chat, request, message_id, time.time(), stream_id=stream_id)
@@ -67,8 +67,8 @@ class CountTokens:
 
     async def __call__(self, body: CountTokensRequest, request: Request) -> bytes:
         with renamed(PARAM_NAMES):
-            edited = await edit(body, partial(_count, self._conversations))
-            count = await _count(self._conversations, with_messages(body, edited.messages))
+            edited = await edit(body, partial(_count, self._conversations, request.arrival.key_name))
+            count = await _count(self._conversations, request.arrival.key_name, with_messages(body, edited.messages))
         answer: JSONObject = {"input_tokens": count}
         if body.context_management is not None:
             original = count if edited.original is None else edited.original
@@ -76,8 +76,8 @@ class CountTokens:
         return orjson.dumps(answer)
 
 
-async def _count(conversations: ChatCompletions, body: CountTokensRequest) -> int:
-    return await conversations.count(await offload(body.as_chat, len(body.messages)))
+async def _count(conversations: ChatCompletions, owner: str, body: CountTokensRequest) -> int:
+    return await conversations.count(await offload(body.as_chat, len(body.messages)), owner)
 
 
 class Message:

@@ -24,7 +24,7 @@ from raylm.ingress.openai.messages import MAX_TOOLS, Messages, TextPart, Tool, T
 from raylm.params import SamplingParams
 
 if TYPE_CHECKING:
-    from raylm.frontend import AsyncLLM, ChatPrompt, CompletionDelta, RequestOutput, ToolCallDelta
+    from raylm.frontend import AsyncLLM, CompletionDelta, RequestOutput, ToolCallDelta
     from raylm.ingress.openai.outputs import Outputs
 
 _MetadataKey = Annotated[str, Field(max_length=64)]
@@ -104,8 +104,8 @@ class ChatCompletionRequest(GenerationBody):
         num_logprobs = (self.top_logprobs or 0) if self.logprobs else None
         return self.sampling(defaults, max_tokens=limit, logprobs=num_logprobs)
 
-    def chat_request(self, *, any_length: bool) -> ChatRequest:
-        """Convert to the front end's ChatRequest.
+    def chat_request(self, *, any_length: bool, owner: str) -> ChatRequest:
+        """Convert to the front end's ChatRequest. ``owner`` is the name of the key.
 
         Raises:
             InvalidRequestError: fields contradict each other.
@@ -121,6 +121,7 @@ class ChatCompletionRequest(GenerationBody):
             add_special_tokens=bool(self.add_special_tokens),
             template_kwargs=self.chat_template_kwargs,
             any_length=any_length,
+            owner=f"{owner}\n{self.cache_salt or ''}",
         )
 
     @property
@@ -280,19 +281,21 @@ class ChatCompletions:
         head = body.head(request, name, arrival_time, "messages", self._llm)
         params = params or body.params(self._llm.sampling_defaults)
         request.expect(1, params.n)
-        prompt = await self._prepare(body, params, any_length=body.truncate_prompt_tokens is not None)
+        any_length, owner = body.truncate_prompt_tokens is not None, request.arrival.key_name
+        prompt = await self._llm.prepare_chat(body.chat_request(any_length=any_length, owner=owner), params)
         head, drawn = stream_id.nth(0, head, prompt.params)
         (token_ids,) = await self._llm.reserve([body.cut(prompt.token_ids, self._llm.max_model_len)], drawn, [head])
         return params, self._llm.generate(token_ids, drawn, head, prompt.answer_format)
 
-    async def count(self, body: ChatCompletionRequest) -> int:
-        """The number of tokens of the conversation's prompt."""
+    async def count(self, body: ChatCompletionRequest, owner: str) -> int:
+        """The number of tokens of the conversation's prompt, for the key of this name."""
         body.check(self._config)
         check_model(body.model, self._llm)
-        prompt = await self._prepare(body, body.params(self._llm.sampling_defaults), any_length=True)
+        asked = body.chat_request(any_length=True, owner=owner)
+        prompt = await self._llm.prepare_chat(asked, body.params(self._llm.sampling_defaults))
         return len(prompt.token_ids)
 
-    async def fit(self, body: ChatCompletionRequest, max_new: int) -> ChatCompletionRequest:
+    async def fit(self, body: ChatCompletionRequest, max_new: int, owner: str) -> ChatCompletionRequest:
         """Drop as many of the oldest messages as needed to leave ``max_new`` tokens for an answer.
 
         Keeps system messages at the beginning, and the last message.
@@ -300,18 +303,15 @@ class ChatCompletions:
         most = self._llm.max_model_len - max_new
         head = next((at for at, message in enumerate(body.messages) if message["role"] != "system"), 0)
         low, high = 0, len(body.messages) - head - 1  # number of messages that may be dropped
-        if await self.count(body) <= most:
+        if await self.count(body, owner) <= most:
             return body
         while low < high:
             middle = (low + high) // 2
-            if await self.count(_without(body, head, middle)) <= most:
+            if await self.count(_without(body, head, middle), owner) <= most:
                 high = middle
             else:
                 low = middle + 1
         return _without(body, head, low)
-
-    async def _prepare(self, body: ChatCompletionRequest, params: SamplingParams, *, any_length: bool) -> ChatPrompt:
-        return await self._llm.prepare_chat(body.chat_request(any_length=any_length), params)
 
 
 async def _without_reasoning(outputs: Outputs) -> Outputs:

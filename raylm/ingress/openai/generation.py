@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import fields
-from typing import TYPE_CHECKING, Annotated, Any, ClassVar, Literal, NotRequired, Self
+from typing import TYPE_CHECKING, Annotated, Any, ClassVar, Literal, NotRequired, Self, TypeVar, cast
 
 from pydantic import AfterValidator, BeforeValidator, Field, field_validator, model_validator
 from typing_extensions import TypedDict
@@ -55,6 +55,8 @@ FORMS = {
     "stop_sequences": "stop",
 }
 _LENGTHS = ("max_new_tokens", "max_output_tokens", "num_predict", "n_predict")
+
+_Ids = TypeVar("_Ids", bound=Sequence[int])
 
 MAX_STOP_TOKEN_IDS = 1024
 MAX_ALLOWED_TOKEN_IDS = 2**18  # vocabularies are at most this large
@@ -332,12 +334,12 @@ class CutBody(Body):
         """The number of tokens to which a prompt is cut in a context of ``max_model_len`` tokens, None for no limit."""
         return max_model_len if self.truncate_prompt_tokens == -1 else self.truncate_prompt_tokens
 
-    def cut(self, token_ids: list[int], max_model_len: int) -> list[int]:
+    def cut(self, token_ids: _Ids, max_model_len: int) -> _Ids:
         """The last ``truncate_prompt_tokens`` ids, or the first for the side "right"; all without a limit."""
         limit = self.longest(max_model_len)
         if limit is None or len(token_ids) <= limit:
             return token_ids
-        return token_ids[:limit] if self.truncation_side == "right" else token_ids[-limit:]
+        return cast(_Ids, token_ids[:limit] if self.truncation_side == "right" else token_ids[-limit:])
 
 
 class GenerationBody(SamplingBody, CutBody):

@@ -14,7 +14,7 @@ import pytest
 
 from raylm.engine.block_hashes import ChainedHasher, pack_keys
 from raylm.errors import EngineUnavailableError
-from raylm.frontend.engines.routed_engine import PromptBlocks
+from raylm.frontend.engines.prompt_blocks import KeptRuns, PromptBlocks
 from raylm.frontend.engines.router import Router
 from raylm.frontend.prompt_state import PromptState, process
 from raylm.messages import BlockChanges, EngineStats, LoRAAdapter, OtherClients
@@ -72,7 +72,7 @@ def pick(router: Router, prompt: list[int], salt: str | None = None) -> str:
 
 def _uncached(router: Router, prompt: list[int]) -> dict[str, int]:
     engines = list(router._engines.values())
-    found = router._uncached(PromptBlocks(request(prompt)), engines)
+    found = router._uncached(PromptBlocks(request(prompt), KeptRuns()), engines)
     return {engine.client.info.engine_id: tokens for engine, tokens in zip(engines, found, strict=True)}
 
 

@@ -91,6 +91,25 @@ async def test_only_admins_change_adapters(tmp_path: Path) -> None:
             assert "'admin'" in error["message"]
 
 
+async def test_turns_are_kept_for_one_key_and_one_salt(tmp_path: Path) -> None:
+    llm = FakeAsyncLLM()
+    said = {"model": CHAT["model"], "max_tokens": 4, "messages": [{"role": "user", "content": "hi"}]}
+    bodies = {
+        "/v1/chat/completions": said,
+        "/v1/messages": said,
+        "/v1/messages/count_tokens": {name: said[name] for name in ("model", "messages")},
+        "/v1/responses": {"model": CHAT["model"], "input": "hi", "truncation": "auto"},
+    }
+    async with limited(tmp_path, "", llm) as client:
+        for headers in (ALICE, BOB):
+            for path, body in bodies.items():
+                assert (await client.post(path, json=body, headers=headers)).status_code == 200
+        salted = said | {"cache_salt": "x"}
+        assert (await client.post("/v1/chat/completions", json=salted, headers=ALICE)).status_code == 200
+    calls = len(bodies) + 1  # to make a response fit counts its tokens first
+    assert llm.owners == ["alice\n"] * calls + ["bob\n"] * calls + ["alice\nx"]
+
+
 def test_a_single_key_is_an_admin_and_shares_its_prefixes(tmp_path: Path) -> None:
     path = tmp_path / "keys"
     for text, admin, apart in (

@@ -127,7 +127,7 @@ class Rounds:
         with renamed(PARAM_NAMES), paths_of_tools(tools):
             chat = await offload(lambda: body.as_chat(head + chat_messages(items), tools, choice, left), len(items))
             if body.truncation == "auto":
-                chat = await self._around.conversations.fit(chat, left or 1)
+                chat = await self._around.conversations.fit(chat, left or 1, self._owner)
         return chat
 
     async def start(
