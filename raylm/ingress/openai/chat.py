@@ -104,8 +104,8 @@ class ChatCompletionRequest(GenerationBody):
         num_logprobs = (self.top_logprobs or 0) if self.logprobs else None
         return self.sampling(defaults, max_tokens=limit, logprobs=num_logprobs)
 
-    def chat_request(self, *, any_length: bool, owner: str) -> ChatRequest:
-        """Convert to the front end's ChatRequest. ``owner`` is the name of the key.
+    def chat_request(self, *, any_length: bool, owner: str | None = None) -> ChatRequest:
+        """Convert to the front end's ChatRequest, for the key of this name.
 
         Raises:
             InvalidRequestError: fields contradict each other.
@@ -121,7 +121,7 @@ class ChatCompletionRequest(GenerationBody):
             add_special_tokens=bool(self.add_special_tokens),
             template_kwargs=self.chat_template_kwargs,
             any_length=any_length,
-            owner=f"{owner}\n{self.cache_salt or ''}",
+            owner=None if owner is None else f"{owner}\n{self.cache_salt or ''}",
         )
 
     @property

@@ -7,11 +7,11 @@ import re
 from collections.abc import Callable, Iterable, Mapping
 from typing import Annotated, Any, Literal, NotRequired, TypeAlias
 
-from pydantic import Field
+from pydantic import AfterValidator, Field
 from typing_extensions import TypedDict
 
 from raylm.ingress.http.body import JSONObject
-from raylm.ingress.openai.fields import OneOf, past, without_others, wrong
+from raylm.ingress.openai.fields import OneOf, past, refuse, without_others, wrong
 from raylm.ingress.responses.tools import arguments_of, function_name
 
 MAX_ITEMS = 4096
@@ -95,9 +95,19 @@ class CustomToolCallItem(_Item):
 
 @past("input[]")
 class ToolOutputItem(_Item):
+    """The output of a call. Codex also sends outputs of tools of its own that no model called, with their name."""
+
     type: Literal["function_call_output", "custom_tool_call_output"]
-    call_id: str
+    call_id: NotRequired[str | None]
+    name: NotRequired[str | None]
+    namespace: NotRequired[str | None]
     output: Content
+
+
+def _has_a_source(item: ToolOutputItem) -> ToolOutputItem:
+    if item.get("call_id") is None and not item.get("name"):
+        raise refuse("expected the id of a call", at="call_id")
+    return item
 
 
 @past("input[]")
@@ -184,7 +194,7 @@ Item = Annotated[
     MessageItem
     | FunctionCallItem
     | CustomToolCallItem
-    | ToolOutputItem
+    | Annotated[ToolOutputItem, AfterValidator(_has_a_source)]
     | ReasoningItem
     | CompactionItem
     | McpListItem
@@ -244,7 +254,9 @@ def _listed(item: Any, response_id: str, place: int, unseal: Callable[[str], str
         fields = ("call_id", "name", "namespace", CALLS[kind])
         return head | {name: item[name] for name in fields if item.get(name) is not None}
     if kind in _OUTPUTS:
-        return head | {"call_id": item["call_id"], "output": _joined(_parts(item["output"], "input_text"))}
+        named = ("call_id",) if item.get("call_id") is not None else ("name", "namespace")
+        source = {name: item[name] for name in named if item.get(name) is not None}
+        return head | source | {"output": _joined(_parts(item["output"], "input_text"))}
     if kind in _MCP_FIELDS:
         return mcp_item(kind, item, head["id"])
     if kind == "compaction":
@@ -292,8 +304,11 @@ def chat_messages(items: list[JSONObject]) -> list[JSONObject]:
     for item in items:
         if item["type"] in _MCP_FIELDS:
             messages += _mcp_messages(item, asked, messages)
-        elif item["type"] in _OUTPUTS:
+        elif item["type"] in _OUTPUTS and "call_id" in item:
             messages.append({"role": "tool", "tool_call_id": item["call_id"], "content": item["output"]})
+        elif item["type"] in _OUTPUTS:
+            name = ".".join(item[part] for part in ("namespace", "name") if part in item)
+            messages.append({"role": "developer", "content": f"{name}: {item['output']}"})
         elif item["type"] == "compaction":
             messages.append({"role": "user", "content": SUMMARIZE})
             messages.append({"role": "assistant", "content": _joined(item["summary"])})

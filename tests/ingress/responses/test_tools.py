@@ -167,3 +167,16 @@ async def test_what_a_client_says_of_itself_changes_nothing(client: httpx.AsyncC
     answer = await client.post(PATH, json=BODY | {"client_metadata": {"thread_id": "t"}})
     assert answer.status_code == 200
     assert IGNORED not in answer.headers
+
+
+async def test_an_output_that_no_model_asked_for(client: httpx.AsyncClient, llm: FakeAsyncLLM) -> None:
+    """Codex hands over the objective of a goal in this form."""
+    output = {"type": "function_call_output", "name": "goal_objective", "namespace": "agent", "output": "Write."}
+    made = await create(client, input=[{"role": "user", "content": "Hi"}, output], store=True)
+    assert llm.rendered[-1].messages[-1] == {"role": "system", "content": "agent.goal_objective: Write."}
+    listed = (await client.get(f"{PATH}/{made['id']}/input_items?order=asc")).json()["data"]
+    assert {name: listed[1][name] for name in output} == output
+    assert "call_id" not in listed[1]
+    del output["name"]
+    answer = await client.post(PATH, json=BODY | {"input": [{"role": "user", "content": "Hi"}, output]})
+    assert error_of(answer, 400)["param"] == "input[1].call_id"
