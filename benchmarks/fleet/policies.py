@@ -11,7 +11,7 @@ from collections.abc import Callable
 from typing import Any
 
 from raylm.frontend import RoutedEngine, Router
-from raylm.frontend.engines.routed_engine import PromptBlocks
+from raylm.frontend.engines.prompt_blocks import PromptBlocks
 from raylm.frontend.engines.router import Choice
 
 BLOCK = 64  # tokens in a block for the policies below
