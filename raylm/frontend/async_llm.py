@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import AsyncGenerator, Callable, Iterator, Sequence
+from collections.abc import AsyncGenerator, Callable, Iterable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager
+from itertools import chain
 from typing import TypeAlias
 
 from prometheus_client.core import Metric
@@ -169,7 +170,7 @@ class AsyncLLM:
                         return
 
     async def reserve(
-        self, prompts: Sequence[Prompt], params: SamplingParams | PoolingParams, heads: Sequence[RequestHead]
+        self, prompts: Sequence[Prompt], params: SamplingParams | PoolingParams, heads: Iterable[RequestHead]
     ) -> Sequence[Prompt]:
         """Claim the tokens of all prompts of one request together; returns what to generate for in their place.
 
@@ -180,13 +181,14 @@ class AsyncLLM:
             InvalidRequestError: they never will, or one of the prompts is wrong.
             EngineUnavailableError: no engine is ready.
         """
-        owner = heads[0].request
+        first = next(rest := iter(heads))
+        owner = first.request
         if owner is None or not owner.bounds_tokens:
             return prompts
         await self._router.until_engine()
         limits, requests = self._router.limits, []
         tokenized: list[Prompt] = []
-        for prompt, head in zip(prompts, heads, strict=True):
+        for prompt, head in zip(prompts, chain((first,), rest), strict=True):
             token_ids = await self._token_ids(prompt, limits, head)
             if isinstance(params, PoolingParams):
                 request = self._input.build_pooling(token_ids, params, limits, head)
@@ -195,7 +197,7 @@ class AsyncLLM:
             requests.append((request, head.told_before))
             tokenized.append(token_ids)
         max_tokens = params.max_tokens if isinstance(params, SamplingParams) else None
-        await owner.claim_tokens(requests, max_tokens, heads[0].param)
+        await owner.claim_tokens(requests, max_tokens, first.param)
         return tokenized
 
     async def _request(

@@ -100,7 +100,7 @@ class HandleCalls:
                 _check_one(len(body.input))
                 body.check(self._config)
                 head = body.head(request, request.id, time.time(), "input", self._llm)
-                (outputs,) = await self._embeddings.streams(body, request, head, params)
+                _, (outputs,) = await self._embeddings.streams(body, request, head, params)
                 async with aclosing(outputs):
                     return await anext(outputs)
 

@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import asyncio
+import struct
 import time
 import zlib
 from collections import deque
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
-from itertools import islice
+from itertools import accumulate, islice
 from typing import Protocol
 
 import orjson
@@ -19,6 +20,8 @@ from raylm.frontend.timelines.describe import Raw, summary
 from raylm.frontend.timelines.record import Clock, Part, Record
 
 _COMPRESSED_FROM = 2**14  # bytes; the JSON of a request of thousands of prompts is compressed to an eighth
+_HEAD = struct.Struct("<d?5I")  # of an ended request: its time, whether it is compressed, where its fields end
+_OBJECT_BYTES = 64  # of a bytes object and its place, without its data
 
 
 class RequestObserver(Protocol):
@@ -47,25 +50,60 @@ class Filter:
     limit: int = 100
 
 
-@dataclass(frozen=True, slots=True)
 class _Ended:
     """An ended request: its search fields, its entry in a list, and its raw record, both as JSON.
 
-    The record is compressed by zlib if ``is_compressed``.
+    Reads them from one bytes object, which ``pack`` makes. An object of more than 512 bytes lies in the C heap, which
+    can be trimmed. Small objects that are kept for thousands of requests would each keep a pool of Python's allocator
+    (16 KiB), and with it the memory of large requests that have ended.
     """
 
-    id: str
-    key: str
-    model: str
-    path: str
-    ended: float
-    summary: bytes
-    stored: bytes
-    is_compressed: bool
+    __slots__ = ("_data", "_ends", "_is_compressed", "ended")
+
+    def __init__(self, data: bytes) -> None:
+        self._data = data
+        self.ended: float
+        self.ended, self._is_compressed, *self._ends = _HEAD.unpack_from(data)
+
+    @staticmethod
+    def pack(record: Record, raw: Raw, ended: float) -> bytes:
+        """The bytes of a request that has ended at ``ended``. A long record is compressed by zlib."""
+        stored = orjson.dumps(raw)
+        if is_compressed := len(stored) >= _COMPRESSED_FROM:
+            stored = zlib.compress(stored, level=1)
+        texts = (text.encode() for text in (record.id, record.key, record.model, record.path))
+        fields = [*texts, orjson.dumps(summary(raw))]
+        ends = accumulate(map(len, fields), initial=_HEAD.size)
+        next(ends)
+        return b"".join([_HEAD.pack(ended, is_compressed, *ends), *fields, stored])
+
+    @property
+    def id(self) -> str:
+        return self._field(0).decode()
+
+    @property
+    def key(self) -> str:
+        return self._field(1).decode()
+
+    @property
+    def model(self) -> str:
+        return self._field(2).decode()
+
+    @property
+    def path(self) -> str:
+        return self._field(3).decode()
+
+    @property
+    def summary(self) -> bytes:
+        return self._field(4)
 
     @property
     def raw(self) -> bytes:
-        return zlib.decompress(self.stored) if self.is_compressed else self.stored
+        stored = self._data[self._ends[-1] :]
+        return zlib.decompress(stored) if self._is_compressed else stored
+
+    def _field(self, place: int) -> bytes:
+        return self._data[self._ends[place - 1] if place else _HEAD.size : self._ends[place]]
 
 
 class Timelines:
@@ -87,7 +125,7 @@ class Timelines:
         self.observers: tuple[RequestObserver, ...] = ()
         self._max_requests, self._max_bytes, self._on_end = max_requests, max_bytes, on_end
         self._in_flight: dict[Record, None] = {}
-        self._ended: deque[_Ended] = deque()
+        self._ended: deque[bytes] = deque()  # as _Ended.pack makes them
         self._size = 0
 
     def begin(self, record: Record) -> None:
@@ -137,23 +175,10 @@ class Timelines:
         record.cancel = None  # holds the request, which holds the record: only the garbage collector would free them
         self._on_end(record)
         raw = record.raw(self.ingress)
-        stored = orjson.dumps(raw)
-        if is_compressed := len(stored) >= _COMPRESSED_FROM:
-            stored = zlib.compress(stored, level=1)
-        entry = _Ended(
-            id=record.id,
-            key=record.key,
-            model=record.model,
-            path=record.path,
-            ended=record.ended,
-            summary=orjson.dumps(summary(raw)),
-            stored=stored,
-            is_compressed=is_compressed,
-        )
-        self._ended.append(entry)
-        self._size += _size(entry)
+        self._ended.append(_Ended.pack(record, raw, record.ended))
+        self._size += len(self._ended[-1]) + _OBJECT_BYTES
         while len(self._ended) > self._max_requests or self._size > self._max_bytes:
-            self._size -= _size(self._ended.popleft())
+            self._size -= len(self._ended.popleft()) + _OBJECT_BYTES
         for observe in self.observers:
             observe(raw, record)
 
@@ -173,7 +198,7 @@ class Timelines:
             shown = islice(open_ones, wanted.limit)  # an entry takes about 25 us, and thousands may be in flight
             found += [(one.received, orjson.dumps(summary(one.raw(self.ingress)))) for one in shown]
         if wanted.state != "in_flight":
-            for ended in reversed(self._ended):
+            for ended in map(_Ended, reversed(self._ended)):
                 if len(found) >= wanted.limit or ended.ended < wanted.since:
                     break
                 if _matches(ended, wanted):
@@ -189,7 +214,9 @@ class Timelines:
         for record in reversed(self._in_flight):
             if record.id == request_id and owner in (None, record.key):
                 return orjson.dumps(record.raw(self.ingress))
-        for ended in reversed(self._ended):
+        start = request_id.encode()
+        named = (_Ended(data) for data in reversed(self._ended) if data.startswith(start, _HEAD.size))
+        for ended in named:
             if ended.id == request_id and owner in (None, ended.key):
                 return ended.raw
         return None
@@ -212,10 +239,6 @@ def _matches(entry: Record | _Ended, wanted: Filter) -> bool:
         return False
     text = wanted.text.lower()
     return not text or any(text in value.lower() for value in (entry.id, entry.path, entry.model, entry.key))
-
-
-def _size(entry: _Ended) -> int:
-    return len(entry.stored) + len(entry.summary) + 2 * len(entry.id) + 500  # the objects around them
 
 
 def _name(error: BaseException) -> str:

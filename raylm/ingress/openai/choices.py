@@ -87,7 +87,7 @@ class Choices(ABC):
         if self._id.all_told(with_usage=with_usage):
             yield self._id.line() + DONE
             return
-        async with aclosing(merge(outputs, self._at_once)) as items:
+        async with aclosing(merge(outputs, len(outputs), self._at_once)) as items:
             async for output in items:
                 shown = None
                 if self._with_usage:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import base64
 import time
 from abc import ABC, abstractmethod
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import aclosing
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, ClassVar, Generic, Literal, TypeVar
@@ -48,16 +48,16 @@ class PoolingBody(RequestBody, CutBody):
 
 
 B = TypeVar("B", bound=PoolingBody)
-Vector = NDArray[np.float32]
+Vectors = NDArray[np.float32]
 Text = tuple[Prompt, str]
 """A text to embed, and the field that it came from."""
 
 
 @dataclass(frozen=True, slots=True)
 class Embedded:
-    """The vectors of one HTTP request's texts, in order, and the number of their tokens."""
+    """The vectors of one HTTP request's texts, float32 of [texts, width], and the number of the texts' tokens."""
 
-    vectors: list[Vector]
+    vectors: Vectors
     num_tokens: int
 
     @property
@@ -84,48 +84,66 @@ class PoolingHandler(ABC, Generic[B]):
 
     @abstractmethod
     def answer(self, body: B, head: RequestHead, embedded: Embedded) -> JSONObject:
-        """The answer of the route. Vectors in it may be arrays."""
+        """The answer of the route."""
+
+    def num_values(self, embedded: Embedded) -> int:
+        """About how many values the answer has."""
+        return len(embedded.vectors)
 
     async def __call__(self, body: B, request: Request) -> list[bytes]:
-        answer = await self.respond(body, request)
-        entries = answer[self.listed]
-        numbers = sum(1 + len(entry.get("embedding", ())) for entry in entries)
-        return await json_answer(lambda: answer | {self.listed: Pieces(entries)}, numbers)
+        head, embedded = await self._embed(body, request)
+
+        def make() -> JSONObject:
+            answer = self.answer(body, head, embedded)
+            return answer | {self.listed: Pieces(answer[self.listed])}
+
+        return await json_answer(make, self.num_values(embedded))
 
     async def respond(self, body: B, request: Request) -> JSONObject:
-        """The answer of the route, with vectors as arrays."""
-        body.check(self._config)
-        check_target(request, self._config)
-        name = f"{self.prefix}-{body.request_id or request.id}"
-        head = body.head(request, name, time.time(), "input", self._llm)
-        return self.answer(body, head, await self._embed(await self.streams(body, request, head), request.at_once(1)))
+        """The answer of the route as an object."""
+        return self.answer(body, *await self._embed(body, request))
 
     async def streams(
         self, body: B, request: Request, head: RequestHead, params: PoolingParams | None = None
-    ) -> list[Outputs]:
-        """The single output of each text, computed when iterated. ``params`` replaces the body's parameters."""
+    ) -> tuple[int, Iterator[Outputs]]:
+        """The number of texts, and the single output of each, computed when iterated. ``params`` replaces the body's.
+
+        Each stream is made when the iterator reaches it. Until then its text takes no memory beside the body's.
+        """
         texts = self.texts(body)
         params = params or body.pooling_params(self._llm.pooling_defaults.pooling)
         request.expect(len(texts), 1)
-        heads = [head.nth(place, param) for place, (_, param) in enumerate(texts)]
         prompts = [await self.prompt(text, body) for text in texts]
-        reserved = await self._llm.reserve(prompts, params, heads)
-        return [self._llm.embed(prompt, params, nth) for prompt, nth in zip(reserved, heads, strict=True)]
+        reserved = await self._llm.reserve(prompts, params, _heads(head, texts))
+        streams = zip(reserved, _heads(head, texts), strict=True)
+        return len(texts), (self._llm.embed(prompt, params, nth) for prompt, nth in streams)
 
     async def prompt(self, text: Text, body: B) -> Prompt:
         """The prompt of a text, truncated as the body says."""
         return await tokenized(text[0], body, self._llm)
 
-    async def _embed(self, streams: Sequence[Outputs], at_once: float) -> Embedded:
+    async def _embed(self, body: B, request: Request) -> tuple[RequestHead, Embedded]:
         """Embed all texts. If one fails, the others are cancelled."""
-        vectors, usage = [np.empty(0, np.float32)] * len(streams), Usage(len(streams))
-        async with aclosing(merge(streams, at_once)) as outputs:
+        body.check(self._config)
+        check_target(request, self._config)
+        name = f"{self.prefix}-{body.request_id or request.id}"
+        head = body.head(request, name, time.time(), "input", self._llm)
+        count, streams = await self.streams(body, request, head)
+        vectors, usage = np.empty((0, 0), np.float32), Usage(count)
+        async with aclosing(merge(streams, count, request.at_once(1))) as outputs:
             async for output in outputs:
                 usage.count(output)
                 assert output.vector is not None, "a pooled request was answered without a vector"
-                vectors[output.place] = np.frombuffer(output.vector, np.float32)
+                vector = np.frombuffer(output.vector, np.float32)
+                if not len(vectors):
+                    vectors = np.empty((count, len(vector)), np.float32)
+                vectors[output.place] = vector
         usage.check_finished()
-        return Embedded(vectors, usage.prompt_tokens)
+        return head, Embedded(vectors, usage.prompt_tokens)
+
+
+def _heads(head: RequestHead, texts: Sequence[Text]) -> Iterator[RequestHead]:
+    return (head.nth(place, param) for place, (_, param) in enumerate(texts))
 
 
 class EmbeddingRequest(PoolingBody):
@@ -152,18 +170,27 @@ class Embeddings(PoolingHandler[EmbeddingRequest]):
     def texts(self, body: EmbeddingRequest) -> Sequence[Text]:
         return [(prompt, "input") for prompt in body.input]
 
+    def num_values(self, embedded: Embedded) -> int:
+        return embedded.vectors.size
+
     def answer(self, body: EmbeddingRequest, head: RequestHead, embedded: Embedded) -> JSONObject:
-        # orjson writes the shortest decimals that convert back to the same float32; base64 is of little-endian float32.
-        shown: list[Vector | str] = list(embedded.vectors)
-        if body.encoding_format == "base64":
-            shown = [base64.b64encode(vector.astype("<f4").tobytes()).decode() for vector in embedded.vectors]
+        """The answer, whose ``data`` is an iterator: 2048 vectors take megabytes as objects."""
         return {
             "id": head.request_id,
             "object": "list",
             "created": int(head.arrival_time),
             "model": body.model,
-            "data": [
-                {"object": "embedding", "index": index, "embedding": embedding} for index, embedding in enumerate(shown)
-            ],
+            "data": (
+                {"object": "embedding", "index": index, "embedding": _shown(vector, body.encoding_format)}
+                for index, vector in enumerate(embedded.vectors)
+            ),
             "usage": embedded.usage,
         }
+
+
+def _shown(vector: Vectors, encoding_format: str | None) -> Vectors | str:
+    """A vector as it is put into JSON.
+
+    orjson writes the shortest decimals that convert back to the same float32; base64 is of little-endian float32.
+    """
+    return base64.b64encode(vector.astype("<f4").tobytes()).decode() if encoding_format == "base64" else vector

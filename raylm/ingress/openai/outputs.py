@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncGenerator, Sequence
+from collections.abc import AsyncGenerator, Iterable, Sequence
 from contextlib import aclosing
 from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Any
@@ -99,7 +99,7 @@ async def gather(streams: Sequence[Outputs], n: int, usage: Usage, at_once: floa
     """
     choices = [[CompletionDelta(index) for index in range(n)] for _ in streams]
     last: dict[int, RequestOutput] = {}
-    async with aclosing(merge(streams, at_once)) as outputs:
+    async with aclosing(merge(streams, len(streams), at_once)) as outputs:
         async for output in outputs:
             usage.count(output)
             last[output.place] = output
@@ -109,24 +109,26 @@ async def gather(streams: Sequence[Outputs], n: int, usage: Usage, at_once: floa
     return [replace(last[place], deltas=deltas) for place, deltas in enumerate(choices)]
 
 
-def merge(streams: Sequence[Outputs], at_once: float) -> Outputs:
-    """Iterate over the outputs of all streams as they arrive, with the ``place`` of their stream.
+def merge(streams: Iterable[Outputs], num_streams: int, at_once: float) -> Outputs:
+    """Iterate over the outputs of all ``num_streams`` streams as they arrive, with the ``place`` of their stream.
 
-    Streams are started in order. At most ``at_once`` started streams have no output yet. Closing the result closes all
-    streams.
+    Streams are started in order. At most ``at_once`` started streams have no output yet. An iterator that makes each
+    stream when it is started saves memory. Closing the result closes all started streams.
 
     Raises:
         Exception: the exception of the first stream that failed.
     """
-    return streams[0] if len(streams) == 1 else _interleave(streams, int(min(at_once, len(streams))))
+    if num_streams == 1:
+        return next(iter(streams))
+    return _interleave(streams, num_streams, int(min(at_once, num_streams)))
 
 
-async def _interleave(streams: Sequence[Outputs], at_once: int) -> Outputs:
-    queue: asyncio.Queue[_Item] = asyncio.Queue(len(streams))  # bounded, so that outputs merge while the reader is slow
+async def _interleave(streams: Iterable[Outputs], num_streams: int, at_once: int) -> Outputs:
+    queue: asyncio.Queue[_Item] = asyncio.Queue(num_streams)  # bounded, so that outputs merge while the reader is slow
     pumps: set[asyncio.Task[None]] = set()  # those that run, as a task takes a kilobyte, and there may be thousands
     starting = asyncio.create_task(_start(streams, queue, at_once, pumps))
     try:
-        open_streams = len(streams)
+        open_streams = num_streams
         while open_streams:
             item = await queue.get()
             if isinstance(item, Exception):
@@ -144,7 +146,7 @@ async def _interleave(streams: Sequence[Outputs], at_once: int) -> Outputs:
 
 
 async def _start(
-    streams: Sequence[Outputs], queue: asyncio.Queue[_Item], at_once: int, pumps: set[asyncio.Task[None]]
+    streams: Iterable[Outputs], queue: asyncio.Queue[_Item], at_once: int, pumps: set[asyncio.Task[None]]
 ) -> None:
     room = asyncio.Semaphore(at_once)
     for place, stream in enumerate(streams):

@@ -6,7 +6,7 @@ A cross-encoder scores each pair of texts. For other models it is the cosine of 
 from __future__ import annotations
 
 from abc import abstractmethod
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import replace
 from typing import TYPE_CHECKING, Annotated, ClassVar
 
@@ -107,8 +107,8 @@ class ScoringHandler(PoolingHandler[B]):
 
     async def streams(
         self, body: B, request: Request, head: RequestHead, params: PoolingParams | None = None
-    ) -> list[Outputs]:
-        """As in the base class. Of a cross-encoder: the single output of each pair."""
+    ) -> tuple[int, Iterator[Outputs]]:
+        """As in the base class. Of a cross-encoder: the number of pairs, and the single output of each."""
         if not self._llm.pooling_defaults.scores_pairs:
             return await super().streams(body, request, head, params)
         for name in ("pooling", "truncate_prompt_tokens"):
@@ -123,7 +123,7 @@ class ScoringHandler(PoolingHandler[B]):
         each = [replace(body.pooling_params("cls"), pair_at=pair_at) for _, pair_at in found]
         reserved = await self._llm.reserve([prompt for prompt, _ in found], each[0], heads)
         streams = zip(reserved, each, heads, strict=True)
-        return [self._llm.embed(prompt, pair, nth) for prompt, pair, nth in streams]
+        return len(pairs), (self._llm.embed(prompt, pair, nth) for prompt, pair, nth in streams)
 
     async def _tokenized(self, one: Text, other: Text, body: B) -> tuple[list[int], int]:
         first, second = await self.prompt(one, body), await self.prompt(other, body)

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import asyncio
+import gc
+import tracemalloc
 from collections.abc import Callable
 from contextlib import ExitStack
 from itertools import count
@@ -156,3 +158,26 @@ def test_a_request_is_told_once_and_whole_as_it_ends() -> None:
     with timelines.part(None, "offline", "m"):
         pass
     assert [(record.id, record.key, len(record.parts)) for record in told] == [("a", "alice", 2), ("offline", "", 1)]
+
+
+def test_an_ended_request_takes_no_more_memory_than_is_counted() -> None:
+    """A result of orjson may keep ten times the memory of its bytes."""
+    timelines = Timelines()
+
+    def end(number: int) -> None:
+        with noted(timelines, f"request-{number}", "alice", "/v1/chat/completions") as record:
+            record.mark("body")
+            with timelines.part(record, f"chatcmpl-{number}", "m") as part:
+                part.note((1, 0, "ended", 1.0, 1, 1, ""))
+
+    end(0)
+    tracemalloc.start()
+    try:
+        counted, before = timelines._size, tracemalloc.get_traced_memory()[0]
+        for number in range(1, 501):
+            end(number)
+        gc.collect()
+        taken = tracemalloc.get_traced_memory()[0] - before
+    finally:
+        tracemalloc.stop()
+    assert taken <= timelines._size - counted

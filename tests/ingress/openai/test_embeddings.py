@@ -155,3 +155,26 @@ async def test_one_that_fails_fails_all(client: httpx.AsyncClient, llm: FakeAsyn
     monkeypatch.setattr(llm, "embed", broken)
     answer = await client.post("/v1/embeddings", json={"model": MODEL, "input": ["a", "b"]})
     assert error_of(answer, 503)["code"] == "engine_died"
+
+
+async def test_the_texts_of_a_body_become_requests_only_as_they_are_started(
+    client: httpx.AsyncClient, llm: FakeAsyncLLM, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    made, at_begin = 0, list[int]()
+    embed_one = FakeAsyncLLM.embed
+
+    def counted(self: FakeAsyncLLM, *args: Any) -> Any:
+        nonlocal made
+        made += 1
+
+        async def begun() -> Any:
+            at_begin.append(made)
+            async for output in embed_one(self, *args):
+                yield output
+
+        return begun()
+
+    monkeypatch.setattr(FakeAsyncLLM, "embed", counted)
+    answer = await embed(client, ["a"] * 500)
+    assert len(answer["data"]) == len(at_begin) == 500
+    assert at_begin[0] < 100
