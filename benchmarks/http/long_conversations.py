@@ -205,7 +205,7 @@ def main() -> None:
     options.add_argument("--kept", type=int, default=turn_tokens.MAX_BYTES, help="bytes of kept token ids")
     given = options.parse_args()
     turn_tokens.MAX_BYTES = given.kept
-    asyncio.run(_run(given.only, given.turns, Report("long conversations", _UNITS, given.out)))
+    asyncio.run(_run(given.only, given.turns, Report("long_conversations", _UNITS, given.out)))
 
 
 if __name__ == "__main__":
