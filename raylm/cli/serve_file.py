@@ -9,8 +9,9 @@ from typing import Annotated, Any, TypeVar
 import yaml
 from pydantic import Field, ValidationError
 
-from raylm.config import SERVE_VARIABLES, Config, Frozen, faults
+from raylm.config import Config, Frozen, faults
 from raylm.errors import ConfigError
+from raylm.serve_variables import SERVE_VARIABLES
 
 M = TypeVar("M", bound=Frozen)
 

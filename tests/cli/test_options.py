@@ -14,8 +14,9 @@ from raylm.checkpoint import EMBEDDED
 from raylm.cli.main import app
 from raylm.cli.options import API_KEY_VARIABLE, Place, served, to_yaml
 from raylm.cli.serve_file import HAPROXY_VARIABLE, SERVE_OPTIONS, read_serve_file
-from raylm.config import SERVE_VARIABLES, knobs
+from raylm.config import knobs
 from raylm.errors import ConfigError
+from raylm.serve_variables import SERVE_VARIABLES
 from tests.serving import ROOT
 
 

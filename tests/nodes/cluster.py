@@ -9,7 +9,7 @@ from typing import Any
 
 import yaml
 
-from raylm.config import SERVE_VARIABLES
+from raylm.serve_variables import SERVE_VARIABLES
 from tests.nodes.machines import Machine, Network, until
 
 STREAMS, TOKENS = 12, 2000

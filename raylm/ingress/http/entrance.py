@@ -9,7 +9,8 @@ from starlette.types import ASGIApp, Receive, Scope, Send
 
 from raylm import ray_private
 from raylm.ingress.http.listener import CrowdServer
-from raylm.ingress.http.middleware import PROBES, ServeErrorMiddleware, ThrottleMiddleware
+from raylm.ingress.http.middleware import ServeErrorMiddleware, ThrottleMiddleware
+from raylm.ingress.http.probes import PROBES
 
 
 class Entrance:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import logging
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
+from typing import TYPE_CHECKING
 
 import orjson
 from starlette.exceptions import HTTPException
@@ -12,9 +13,11 @@ from starlette.responses import Response
 from starlette.types import Scope
 
 from raylm.errors import MethodNotAllowedError, NotFoundError, RayLMError
-from raylm.ingress.http.body import JSONObject
 from raylm.lazy import Family
 from raylm.stages import about
+
+if TYPE_CHECKING:
+    from raylm.ingress.http.body import JSONObject
 
 logger = logging.getLogger("raylm.ingress")
 

@@ -17,8 +17,8 @@ from raylm.ingress.http.haproxy_start import (
     max_connections,
     own_directories,
 )
-from raylm.ingress.http.middleware import MAX_HEADER_BYTES, PROBES
-from raylm.ingress.http.ops import READY
+from raylm.ingress.http.middleware import MAX_HEADER_BYTES
+from raylm.ingress.http.probes import PROBES, READY
 from raylm.stages import report
 
 # more than RayLM's limit, so that the ingress answers a request with too many headers

@@ -10,8 +10,8 @@ import stat
 from pathlib import Path
 
 from raylm import ray_private
-from raylm.config import SERVE_VARIABLES
 from raylm.errors import ConfigError
+from raylm.serve_variables import SERVE_VARIABLES
 
 _PER_ADDRESS_VARIABLE = "RAYLM_HAPROXY_CONNECTIONS_PER_ADDRESS"
 _CONNECTIONS = 16_384  # open at the same time

@@ -28,6 +28,7 @@ from raylm.ingress.http.errors import as_known_error, clip, error_response, logg
 from raylm.ingress.http.exchange import Exchange, exchange_of
 from raylm.ingress.http.heap import HeapTrimmer
 from raylm.ingress.http.hosts import Hosts, comes_from_here
+from raylm.ingress.http.probes import PROBES
 from raylm.stages import about, report
 
 if TYPE_CHECKING:
@@ -37,7 +38,6 @@ MAX_HEADER_BYTES = 64 * 1024
 MAX_HEADERS = 256
 MAX_SHOWN = 16  # names of ignored fields
 _MAX_SHOWN_HOST = 100
-PROBES = frozenset({"/health", "/ready", "/ping"})
 REQUEST_ID = re.compile(r"[A-Za-z0-9._:\-]{1,128}\Z")
 TRACEPARENT = re.compile(rb"[0-9a-f]{2}-(?!0{32})([0-9a-f]{32})-(?!0{16})([0-9a-f]{16})-[0-9a-f]{2}(-|\Z)")
 

@@ -18,13 +18,13 @@ from raylm import metrics
 from raylm.errors import EngineUnavailableError, ShuttingDownError
 from raylm.ingress.http.answer import json_response
 from raylm.ingress.http.openapi import endpoints
+from raylm.ingress.http.probes import READY
 from raylm.version import VERSION
 
 if TYPE_CHECKING:
     from raylm.config import Config
     from raylm.frontend import AsyncLLM, Requests, StateClient
 
-READY = {"status": "ok"}
 _PROMETHEUS_TEXT = "text/plain; version=0.0.4; charset=utf-8"
 
 

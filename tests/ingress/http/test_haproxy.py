@@ -7,6 +7,8 @@ import json
 import os
 import resource
 import stat
+import subprocess
+import sys
 import time
 from collections.abc import AsyncIterator, Awaitable, Callable, Iterator
 from contextlib import suppress
@@ -17,10 +19,10 @@ from typing import Any
 import httpx
 import pytest
 
-from raylm.config import SERVE_VARIABLES
 from raylm.errors import ConfigError, EngineUnavailableError
 from raylm.ingress.http.errors import error_response
 from raylm.ingress.http.haproxy_start import explain_start, lacking_variables, max_connections, own_directories
+from raylm.serve_variables import SERVE_VARIABLES
 from tests.serving import free_port
 
 Connection = tuple[asyncio.StreamReader, asyncio.StreamWriter]
@@ -533,3 +535,14 @@ def test_variables_that_a_file_lacks_are_named(monkeypatch: pytest.MonkeyPatch) 
     said = lacking_variables()
     assert said is not None
     assert said.startswith("controller_options of the Serve file has no RAY_SERVE_CONTROLLER_CALLBACK_IMPORT_PATH: ")
+
+
+def test_serves_controller_and_proxies_import_little() -> None:
+    """They import these before anything is served; the knobs and the endpoints would take 0.1 s of a core each."""
+    ask = (
+        "import sys; from raylm.ingress import configure_controller, serve_middlewares; "
+        "print(*(name for name in sys.modules if name.startswith('raylm.')))"
+    )
+    done = subprocess.run([sys.executable, "-W", "ignore", "-c", ask], capture_output=True, text=True, check=True)
+    heavy = {"raylm.config", "raylm.messages", "raylm.frontend.request", "raylm.ingress.http.openapi"}
+    assert heavy & set(done.stdout.split()) == set()
