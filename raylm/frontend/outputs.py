@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from array import array
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import Literal
 
@@ -11,14 +12,54 @@ from raylm.messages import FinishReason, Logprobs
 AnswerFinishReason = FinishReason | Literal["tool_calls"]
 
 
-@dataclass(slots=True)
 class TokenLogprob:
-    """One token's log-probability (natural, raw model distribution) and the most likely tokens in its position."""
+    """One token's log-probability (natural, raw model distribution) and the most likely tokens in its position.
 
-    token_id: int
-    logprob: float
-    rank: int
-    top: list[tuple[int, float]] = field(default_factory=list)
+    ``top`` has (token id, log-probability) of these tokens, in descending order. The numbers are stored in two arrays:
+    as Python objects they would take five times the memory, and an answer may have hundreds of thousands.
+    """
+
+    __slots__ = ("_logprobs", "_token_ids", "rank")
+
+    def __init__(self, token_id: int, logprob: float, rank: int, top: Sequence[tuple[int, float]] = ()) -> None:
+        self._token_ids = array("i", [token_id, *(other for other, _ in top)])
+        self._logprobs = array("d", [logprob, *(value for _, value in top)])
+        self.rank = rank
+
+    @classmethod
+    def of_columns(cls, token_ids: list[int], logprobs: list[float], rank: int) -> TokenLogprob:
+        """The entry of a token, which is the first of ``token_ids``; the others are the most likely tokens."""
+        entry = cls.__new__(cls)
+        entry._token_ids, entry._logprobs, entry.rank = array("i", token_ids), array("d", logprobs), rank
+        return entry
+
+    @property
+    def token_id(self) -> int:
+        return self._token_ids[0]
+
+    @property
+    def logprob(self) -> float:
+        return self._logprobs[0]
+
+    @property
+    def num_top(self) -> int:
+        """The length of ``top``."""
+        return len(self._token_ids) - 1
+
+    @property
+    def top(self) -> list[tuple[int, float]]:
+        return list(zip(self._token_ids[1:], self._logprobs[1:], strict=True))
+
+    def __eq__(self, other: object) -> bool:
+        if not isinstance(other, TokenLogprob):
+            return NotImplemented
+        one, two = ((entry._token_ids, entry._logprobs, entry.rank) for entry in (self, other))
+        return one == two
+
+    __hash__ = None  # type: ignore[assignment]  # as of a dataclass
+
+    def __repr__(self) -> str:
+        return f"TokenLogprob({self.token_id}, {self.logprob}, {self.rank}, {self.top})"
 
 
 def read_logprobs(columns: Logprobs) -> Iterator[TokenLogprob]:
@@ -28,7 +69,7 @@ def read_logprobs(columns: Logprobs) -> Iterator[TokenLogprob]:
         ids, values = columns.token_ids[offset : offset + count], columns.logprobs[offset : offset + count]
         offset += count
         if ids:
-            yield TokenLogprob(ids[0], values[0], rank, list(zip(ids[1:], values[1:], strict=True)))
+            yield TokenLogprob.of_columns(ids, values, rank)
         else:
             yield TokenLogprob(-1, 0.0, 0)
 

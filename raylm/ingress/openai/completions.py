@@ -5,6 +5,7 @@ from __future__ import annotations
 import time
 from contextlib import aclosing
 from dataclasses import dataclass
+from itertools import chain
 from typing import TYPE_CHECKING, Annotated, ClassVar
 
 from pydantic import Field
@@ -101,10 +102,10 @@ class CompletionChoices(Choices):
     def _choice(self, index: int, choice: CompletionDelta, output: RequestOutput) -> JSONObject:
         echo, shown = self._echo(index, output), self._news(index, choice) | self._prompt(output)
         shown["text"] = echo["text"] + shown["text"]
-        if (columns := shown["logprobs"]) is not None:
-            if echo["logprobs"] is not None:
-                columns = {name: echo["logprobs"][name] + column for name, column in columns.items()}
-            shown["logprobs"] = columns | {"top_logprobs": Pieces(columns["top_logprobs"])}
+        if (told := echo["logprobs"]) is not None:
+            columns = shown["logprobs"]
+            top = Pieces(chain(told.pop("top_logprobs").values, columns.pop("top_logprobs").values))
+            shown["logprobs"] = {name: told[name] + column for name, column in columns.items()} | {"top_logprobs": top}
         return shown
 
     def _opening(self, index: int, output: RequestOutput) -> list[JSONObject]:

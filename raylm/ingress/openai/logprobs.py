@@ -52,8 +52,9 @@ def chat_logprobs(entries: Iterable[TokenLogprob], tokens: TokenTexts, *, drawn:
 
 def _chat_entry(entry: TokenLogprob, tokens: TokenTexts, drawn: bool) -> JSONObject:
     item = _chat_item(entry.token_id, entry.logprob, tokens)
-    top = [_chat_item(token_id, logprob, tokens) for token_id, logprob in entry.top]
-    missing = drawn and all(token_id != entry.token_id for token_id, _ in entry.top)
+    likely = entry.top
+    top = [_chat_item(token_id, logprob, tokens) for token_id, logprob in likely]
+    missing = drawn and all(token_id != entry.token_id for token_id, _ in likely)
     item["top_logprobs"] = [dict(item), *top] if missing else top
     return item
 
@@ -69,7 +70,8 @@ class CompletionLogprobs:
     The token itself is the first of its ``top_logprobs``, as clients of vLLM expect.
 
     ``text_offset`` is the number of characters of the choice's text before the token. A character of several tokens
-    counts at its last token.
+    counts at its last token. The column ``top_logprobs`` is Pieces that are made when they are
+    written, since they take most of the memory.
     """
 
     def __init__(self, tokens: TokenTexts, num_top: int) -> None:
@@ -107,7 +109,7 @@ class CompletionLogprobs:
         return {
             "tokens": [self._tokens.text_of(token_id) for token_id in token_ids],
             "token_logprobs": [None if entry is None else max(entry.logprob, _LOWEST) for entry in entries],
-            "top_logprobs": [None if entry is None else self._top(entry, num_top) for entry in entries],
+            "top_logprobs": Pieces(None if entry is None else self._top(entry, num_top) for entry in entries),
             "text_offset": offsets,
         }
 

@@ -89,7 +89,7 @@ def num_prompt_details(output: RequestOutput) -> int:
 
 def _num_shown(entries: Sequence[TokenLogprob | None]) -> int:
     first = next((entry for entry in entries if entry is not None), None)
-    return len(entries) * (1 + len(first.top)) if first is not None else 0
+    return len(entries) * (1 + first.num_top) if first is not None else 0
 
 
 async def gather(streams: Sequence[Outputs], n: int, usage: Usage, at_once: float) -> list[RequestOutput]:

@@ -199,7 +199,7 @@ def test_minus_infinity_is_told_as_openai_does() -> None:
     columns = CompletionLogprobs(TokenTexts(FakeAsyncLLM()), 1)  # type: ignore[arg-type]
     shown = columns.generated([97], [TokenLogprob(97, float("-inf"), 9, [(98, float("-inf"))])])
     assert shown["token_logprobs"] == [-9999.0]
-    assert shown["top_logprobs"] == [{"a": -9999.0, "b": -9999.0}]
+    assert list(shown["top_logprobs"].values) == [{"a": -9999.0, "b": -9999.0}]
 
 
 @pytest.mark.parametrize(("path", "prompt"), [(PATH, TEXT), ("/v1/chat/completions", CHAT)])

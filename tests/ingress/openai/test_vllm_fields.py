@@ -175,11 +175,11 @@ def test_a_token_is_the_first_of_its_alternatives(llm: FakeAsyncLLM) -> None:
     of_prompt: Any
     tokens = TokenTexts(llm)  # type: ignore[arg-type]
     entry = TokenLogprob(99, -3.0, 3, [(97, -0.5), (98, -1.0)])
-    (top,) = CompletionLogprobs(tokens, 2).generated([99], [entry])["top_logprobs"]
+    (top,) = CompletionLogprobs(tokens, 2).generated([99], [entry])["top_logprobs"].values
     assert list(top.items()) == [("c", -3.0), ("a", -0.5), ("b", -1.0)]
     (of_prompt,) = prompt_logprobs([entry], 2, tokens).values
     assert list(of_prompt) == ["99", "97", "98"]
     assert of_prompt["99"] == {"logprob": -3.0, "rank": 3, "decoded_token": "c"}
-    entry.top = [(97, -0.5), (99, -3.0)]
+    entry = TokenLogprob(99, -3.0, 3, [(97, -0.5), (99, -3.0)])
     (of_prompt,) = prompt_logprobs([entry], 2, tokens).values
     assert [(name, found["rank"]) for name, found in of_prompt.items()] == [("99", 3), ("97", 1)]
