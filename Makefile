@@ -11,7 +11,7 @@ LOCKED ?=
 PINS   := $(VENV)/pins.txt
 
 .DEFAULT_GOAL := help
-.PHONY: help serve test test-all software check conformance clients long fuzz sanitizers lock wheel format figures pictures boards clean
+.PHONY: help serve test test-all software check conformance clients long fuzz sanitizers lock wheel docs format figures pictures boards clean
 
 help:  ## this list
 	@grep -E '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/:[^#]*## */\t/' | expand -t 12
@@ -63,6 +63,9 @@ lock: $(VENV)/.dev  ## write requirements.lock anew: exact versions and hashes o
 
 wheel: $(VENV)/.dev  ## build the sdist and a wheel for each machine type into dist/; needs g++ and Debian's g++-aarch64-linux-gnu
 	@$(BIN)/python -m deploy.wheels
+
+docs: $(VENV)/.dev  ## build the pages of docs/ and the Python interface as a site into build/site/; a broken link is an error
+	@NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs build
 
 format: $(VENV)/.dev  ## write the format, fix what the linter can
 	@$(BIN)/ruff format .

@@ -2,7 +2,11 @@
 
 from __future__ import annotations
 
+import os
 import re
+import shutil
+import subprocess
+import sys
 import tomllib
 from pathlib import Path
 
@@ -63,3 +67,59 @@ def test_every_package_that_is_asked_for_has_its_licence_listed() -> None:
     names = [re.split(r"[^\w.-]", one, maxsplit=1)[0] for one in asked]
     page = (ROOT / "docs" / "licenses.md").read_text()
     assert [name for name in names if not re.search(rf"\| {name} \| \S+ \| \S", page)] == []
+
+
+def site(folder: Path) -> tuple[int, str]:
+    """Build the site of a copy of docs/ in ``folder``. Returns the exit status and what mkdocs says."""
+    tracked = subprocess.run(["git", "ls-files"], cwd=ROOT, capture_output=True, text=True, check=True).stdout
+    for name in {Path(line).parts[0] for line in tracked.splitlines()} - {"docs", "mkdocs.yml"}:
+        (folder / name).symlink_to(ROOT / name)
+    shutil.copy(ROOT / "mkdocs.yml", folder)
+    command = [sys.executable, "-m", "mkdocs", "build", "--site-dir", str(folder / "site")]
+    env = os.environ | {"NO_MKDOCS_2_WARNING": "1"}
+    done = subprocess.run(command, cwd=folder, capture_output=True, text=True, check=False, env=env)
+    return done.returncode, done.stderr
+
+
+def test_the_site_has_all_pages_and_the_python_interface(tmp_path: Path) -> None:
+    shutil.copytree(ROOT / "docs", tmp_path / "docs")
+    status, said = site(tmp_path)
+    assert status == 0, said
+    pages = {path.relative_to(ROOT / "docs").with_suffix("") for path in (ROOT / "docs").rglob("*.md")}
+    built = {path.parent.relative_to(tmp_path / "site") for path in (tmp_path / "site").rglob("index.html")}
+    assert {path.parent if path.name in ("index", "README") else path for path in pages} == built
+    assert 'id="raylm.llm.LLM.generate"' in (tmp_path / "site" / "python" / "index.html").read_text()
+    assert "blob/main/SECURITY.md" in (tmp_path / "site" / "security" / "index.html").read_text()
+
+
+@pytest.mark.parametrize("link", ["nowhere.md", "../nowhere.md", "quickstart.md#no-such-heading"])
+def test_a_broken_link_is_an_error(tmp_path: Path, link: str) -> None:
+    shutil.copytree(ROOT / "docs", tmp_path / "docs")
+    with (tmp_path / "docs" / "index.md").open("a") as index:
+        index.write(f"\n[a link]({link})\n")
+    status, said = site(tmp_path)
+    assert status != 0
+    assert link.partition("#")[0] in said
+
+
+def test_an_image_is_small_and_has_no_root() -> None:
+    """The rules that a linter of images would check; no image has been built from it in a test."""
+    lines = re.sub(r"\\\n", " ", (ROOT / "deploy" / "Containerfile").read_text()).splitlines()
+    steps = [line.split(maxsplit=1) for line in lines if line and not line.startswith("#")]
+    stages = [at for at, (name, _) in enumerate(steps) if name == "FROM"]
+    assert len(stages) == 2
+    assert all(re.fullmatch(r"python:3\.11-slim-bookworm( AS \w+)?", steps[at][1]) for at in stages)
+    last = dict(map(tuple, steps[stages[1] :]))
+    assert last["USER"] not in ("root", "0")
+    assert "/health" in last["HEALTHCHECK"]
+    assert {name for name, _ in steps} <= {
+        "FROM", "RUN", "COPY", "WORKDIR", "ENV", "USER", "EXPOSE", "HEALTHCHECK", "ENTRYPOINT", "CMD",
+    }  # fmt: skip
+    for name, text in steps:
+        if name == "RUN" and "apt-get install" in text:
+            assert "--no-install-recommends" in text
+            assert "rm -rf /var/lib/apt/lists" in text
+        if name == "RUN" and "pip install" in text:
+            assert "--no-cache-dir" in text
+        if name == "COPY" and "--from" not in text:
+            assert all((ROOT / source).exists() for source in text.split()[:-1])
