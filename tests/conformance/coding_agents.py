@@ -3,8 +3,10 @@
 They have the settings of docs/agents.md.
 
     python -m tests.conformance.coding_agents URL
+    python -m tests.conformance.coding_agents URL codex "a plan"
 
-Each task begins in a folder of its own, and ends with the files and the last message that it asks for.
+Each task begins in a folder of its own, and ends with the files and the last message that it asks for. It runs twice.
+In the second run the engine of each answer is lost in the middle of it, and the model sees the same conversation.
 """
 
 from __future__ import annotations
@@ -12,22 +14,32 @@ from __future__ import annotations
 import json
 import os
 import re
+import shutil
+import signal
 import subprocess
 import sys
 import tempfile
-from collections.abc import Iterable
+import time
+import urllib.request
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
 from tests.conformance.agents import JAVASCRIPT
+from tests.conformance.plays import CUT, SAY, WAIT
 
 _PAGE = Path(__file__).parents[2] / "docs" / "agents.md"
 _TASK_S = 300  # an end of waiting alone
 _SEED = "one\ntwo\n"
 _PATCH = "*** Begin Patch\n*** Update File: seed.txt\n@@\n-two\n+2\n*** End Patch\n"
+# What differs from run to run: ids, times, and counts of tokens and seconds.
+_MASKED = re.compile(
+    r"Chunk ID: \w+|Wall time: [\d.]+|tool-results/\w+|\b[0-9a-f]{8}(?:-[0-9a-f]{4}){3}-[0-9a-f]{12}\b"
+    r'|"(?:\w+At|\w+Used\w*)":\d+|"completionBudgetReport":(?:null|"[^"]*")'
+)
 _MCP = """
-import json, sys
+import sys
 from mcp.server import MCPServer
 server = MCPServer("notes")
 @server.tool()
@@ -36,28 +48,73 @@ def note(text: str) -> str:
     with open(sys.argv[1], "a") as file:
         file.write(text + "\\n")
     return "noted " + text
+@server.tool()
+def fail() -> str:
+    "Fail."
+    raise ValueError("It failed.")
 server.run("stdio")
 """
-Turns = list[list[tuple[str, dict[str, Any]]]]
+_PATCHES = (
+    "*** Begin Patch\n*** Add File: added.txt\n+new\n"
+    "*** Update File: seed.txt\n*** Move to: moved.txt\n@@\n-two\n+2\n*** End Patch\n"
+)
+Turns = list[list[tuple[str, Any]]]
+Run = Callable[[Path, "Task"], str]
 
 
 @dataclass(frozen=True)
 class Task:
-    """Calls, turn by turn, and the files that the folder then has. ``then`` is a second message of the session."""
+    """Calls, turn by turn, and the files that the folder then has (None: it has no such file).
+
+    ``then`` is a second message of the session. The first one may be ``cancelled`` by the user while it waits, or it
+    ``fails``: Claude Code ends when its connection is cut in an answer, where Codex asks again.
+    """
 
     name: str
     turns: Turns
-    files: dict[str, str] = field(default_factory=dict)
+    files: dict[str, str | None] = field(default_factory=dict)
     then: Turns | None = None
     said: str = "Done."
+    cancelled: bool = False
+    fails: bool = False
 
 
-def _run(command: list[str], folder: Path, env: dict[str, str]) -> str:
+def _played(url: str, options: str = "") -> dict[str, Any]:
+    with urllib.request.urlopen(f"{url}/played{options}") as answer:
+        return dict(json.load(answer))
+
+
+def _cancel(command: list[str], folder: Path, env: dict[str, str], url: str) -> None:
+    """Interrupt a command while it waits for its model; the server has then ended the request."""
+    process = subprocess.Popen(
+        command, cwd=folder, env=os.environ | env, stdin=subprocess.DEVNULL, stdout=subprocess.DEVNULL,
+        stderr=subprocess.DEVNULL,
+    )  # fmt: skip
+    until = time.monotonic() + _TASK_S
+    try:
+        _until(lambda: _played(url)["held"] > 0, until)
+        process.send_signal(signal.SIGINT)
+        process.wait(_TASK_S)
+        _until(lambda: _played(url)["aborted"] > 0, until)
+    finally:
+        process.kill()
+        process.wait()
+
+
+def _until(holds: Callable[[], bool], end: float) -> None:
+    while not holds():
+        assert time.monotonic() < end, "what is waited for did not come"
+        time.sleep(0.05)
+
+
+def _run(command: list[str], folder: Path, env: dict[str, str], *, fails: bool = False) -> str:
     found = subprocess.run(
         command, cwd=folder, env=os.environ | env, stdin=subprocess.DEVNULL, capture_output=True, text=True,
         timeout=_TASK_S, check=False,
     )  # fmt: skip
-    assert found.returncode == 0, f"{command[0]} ended with {found.returncode}: {(found.stdout + found.stderr)[-1500:]}"
+    assert bool(found.returncode) == fails, (
+        f"{command[0]} ended with {found.returncode}: {(found.stdout + found.stderr)[-1500:]}"
+    )
     return found.stdout
 
 
@@ -92,12 +149,29 @@ CODEX = [
     Task("a second message", [[_shell("echo 1 > a.txt")]], {"a.txt": "1\n", "b.txt": "2\n"},
          [[_shell("echo 2 > b.txt")]]),
     Task("a tool of MCP, in a namespace", [[("mcp__notes__note", {"text": "once"})]], {"notes.txt": "once\n"}),
+    Task("a tool of MCP that fails", [[("mcp__notes__fail", {})], [("mcp__notes__note", {"text": "later"})]],
+         {"notes.txt": "later\n"}),
+    Task("a patch of three files", [[_shell(f"apply_patch <<'EOF'\n{_PATCHES}EOF")]],
+         {"added.txt": "new\n", "seed.txt": None, "moved.txt": "one\n2\n"}),
+    Task("a patch that does not fit", [[_shell(f"apply_patch <<'EOF'\n{_PATCH.replace('-two', '-six')}EOF")],
+                                       [_shell(f"apply_patch <<'EOF'\n{_PATCH}EOF")]], {"seed.txt": "one\n2\n"}),
+    Task("a plan", [[("create_goal", {"objective": "Write a file."})], [_shell("echo 1 > a.txt")],
+                    [("update_goal", {"status": "complete"})]], {"a.txt": "1\n"}),
+    Task("a question back", [[(SAY, "Which file?")]], {"a.txt": "1\n"}, [[_shell("echo 1 > a.txt")]]),
+    Task("a tool that does not exist", [[("write_poem", {"lines": 4})], [_shell("echo 1 > a.txt")]], {"a.txt": "1\n"}),
+    Task("arguments that do not fit", [[("exec_command", {"command": 4})], [_shell("echo 1 > a.txt")]],
+         {"a.txt": "1\n"}),
+    Task("a long output", [[_shell("seq 1 20000")], [_shell("echo 1 > a.txt")]], {"a.txt": "1\n"}),
+    Task("a cancelled turn", [[_shell("echo 1 > a.txt")], [(WAIT, None)]], {"a.txt": "1\n", "b.txt": "2\n"},
+         [[_shell("echo 2 > b.txt")]], cancelled=True),
+    Task("a turn that is cut", [[_shell("echo 1 >> a.txt")],
+                                [(CUT, None), (SAY, "I go on."), _shell("echo 2 >> a.txt")]], {"a.txt": "1\n2\n"}),
 ]  # fmt: skip
 
 
-def codex(url: str) -> None:
+def codex(url: str, named: list[str]) -> None:
     """Codex over the Responses API, with its reasoning sealed and nothing stored."""
-    home = _settings("toml", url) + "request_max_retries = 0\nstream_max_retries = 0\n"
+    home = _settings("toml", url) + "request_max_retries = 0\nstream_max_retries = 1\n"
     home += f'[mcp_servers.notes]\ncommand = "{sys.executable}"\nrequired = true\n'
     program = str(JAVASCRIPT / "node_modules" / ".bin" / "codex")
     first = ["exec", "--skip-git-repo-check", "--dangerously-bypass-approvals-and-sandbox"]
@@ -109,12 +183,15 @@ def codex(url: str) -> None:
         env = {"CODEX_HOME": str(config), "RAYLM_API_KEY": "none"}
         last = folder.parent / "last"
         said = [*first, "--output-last-message", str(last)]
-        _run([program, *said, _play(task.turns)], folder, env)
+        if task.cancelled:
+            _cancel([program, *said, _play(task.turns)], folder, env, url)
+        else:
+            _run([program, *said, _play(task.turns)], folder, env)
         if task.then is not None:
             _run([program, *said, "resume", "--last", _play(task.then)], folder, env)
         return last.read_text()
 
-    _try(CODEX, run)
+    _try(CODEX, run, url, named)
 
 
 def _bash(command: str) -> tuple[str, dict[str, Any]]:
@@ -138,10 +215,32 @@ CLAUDE = [
     Task("a second message", [[_bash("echo 1 > a.txt")]], {"a.txt": "1\n", "b.txt": "2\n"},
          [[_bash("echo 2 > b.txt")]]),
     Task("a tool of MCP", [[("mcp__notes__note", {"text": "once"})]], {"notes.txt": "once\n"}),
+    Task("a tool of MCP that fails", [[("mcp__notes__fail", {})], [("mcp__notes__note", {"text": "later"})]],
+         {"notes.txt": "later\n"}),
+    Task("edit every place", [[("Read", _file("seed.txt"))],
+                              [("Edit", _file("seed.txt", old_string="o", new_string="0", replace_all=True))]],
+         {"seed.txt": "0ne\ntw0\n"}),
+    Task("an edit that does not fit", [[("Read", _file("seed.txt"))],
+                                       [("Edit", _file("seed.txt", old_string="six", new_string="6"))],
+                                       [("Edit", _file("seed.txt", old_string="two", new_string="2"))]],
+         {"seed.txt": "one\n2\n"}),
+    Task("read a part, and a file that is missing", [[("Read", _file("seed.txt", offset=2, limit=1))],
+                                                     [("Read", _file("missing.txt"))]]),
+    Task("a plan", [[("TaskCreate", {"subject": "Write", "description": "Write a file.", "activeForm": "Writing"})],
+                    [_bash("echo 1 > a.txt")], [("TaskUpdate", {"taskId": "1", "status": "completed"})],
+                    [("TaskList", {})]], {"a.txt": "1\n"}),
+    Task("a question back", [[(SAY, "Which file?")]], {"a.txt": "1\n"}, [[_bash("echo 1 > a.txt")]]),
+    Task("a tool that does not exist", [[("WritePoem", {"lines": 4})], [_bash("echo 1 > a.txt")]], {"a.txt": "1\n"}),
+    Task("a long output", [[_bash("seq 1 20000")], [_bash("echo 1 > a.txt")]], {"a.txt": "1\n"}),
+    Task("a cancelled turn", [[_bash("echo 1 > a.txt")], [(WAIT, None)]], {"a.txt": "1\n", "b.txt": "2\n"},
+         [[_bash("echo 2 > b.txt")]], cancelled=True),
+    Task("a turn that is cut", [[_bash("echo 1 >> a.txt")],
+                                [(CUT, None), (SAY, "I go on."), _bash("echo lost >> a.txt")]],
+         {"a.txt": "1\n2\n"}, [[_bash("echo 2 >> a.txt")]], fails=True),
 ]  # fmt: skip
 
 
-def claude_code(url: str) -> None:
+def claude_code(url: str, named: list[str]) -> None:
     """Claude Code over the Messages API."""
     program = str(JAVASCRIPT / "node_modules" / ".bin" / "claude")
 
@@ -154,37 +253,58 @@ def claude_code(url: str) -> None:
         env |= {"CLAUDE_CONFIG_DIR": str(config), "MCP_CONNECTION_NONBLOCKING": "0"}
         allowed = ["--allowedTools", "Bash,Read,Edit,Write,mcp__notes__note"]
         asked = [program, "--mcp-config", str(folder.parent / "mcp.json"), *allowed]
-        said = _run([*asked, "-p", _play(task.turns).replace("FOLDER", str(folder))], folder, env)
+        first, said = [*asked, "-p", _play(task.turns).replace("FOLDER", str(folder))], ""
+        if task.cancelled:
+            _cancel(first, folder, env, url)
+        else:
+            said = _run(first, folder, env, fails=task.fails)
         if task.then is not None:
             said = _run([*asked, "--continue", "-p", _play(task.then)], folder, env)
         return said
 
-    _try(CLAUDE, run)
+    _try(CLAUDE, run, url, named)
 
 
-def _try(tasks: Iterable[Task], run: Any) -> None:
+def _try(tasks: Iterable[Task], run: Run, url: str, named: list[str]) -> None:
     for task in tasks:
+        if named and task.name not in named:
+            continue
         with tempfile.TemporaryDirectory() as made:
-            folder = Path(made).resolve() / "work"
-            folder.mkdir()
-            (folder / "seed.txt").write_text(_SEED)
-            (folder.parent / "notes.py").write_text(_MCP)
-            try:
-                said = run(folder, task)
-            except AssertionError as error:
-                raise AssertionError(f"{task.name}: {error}") from error
-            assert said.strip() == task.said, f"{task.name}: {said[-600:]}"
-            for name, content in task.files.items():
-                found = (folder / name).read_text() if (folder / name).exists() else None
-                assert found == content, f"{task.name}: {name} is {found!r}"
+            calm, lossy = (_seen(task, run, url, Path(made).resolve() / "task", lose) for lose in (0, 1))
+        assert calm == lossy, f"{task.name}: the conversations differ:\n{calm}\n{lossy}"
+        print(f"ok    {task.name}: {len(calm)} turns", flush=True)
+
+
+def _seen(task: Task, run: Run, url: str, place: Path, lose: int) -> list[str]:
+    """Run a task once. Returns what the model saw in each turn."""
+    _played(url, f"?lose={lose}")
+    folder = place / "work"
+    folder.mkdir(parents=True)
+    (folder / "seed.txt").write_text(_SEED)
+    (place / "notes.py").write_text(_MCP)
+    try:
+        said = run(folder, task)
+    except AssertionError as error:
+        raise AssertionError(f"{task.name}: {error}") from error
+    assert said.strip() == task.said, f"{task.name}: {said[-600:]}"
+    for name, content in task.files.items():
+        found = (folder / name).read_text() if (folder / name).exists() else None
+        assert found == content, f"{task.name}: {name} is {found!r}"
+    shutil.rmtree(place)
+    played = _played(url)
+    assert bool(played["lost"]) == bool(lose), f"{task.name}: {played['lost']} engines were lost"
+    return [_MASKED.sub("", text) for text in played["seen"]]
 
 
 def main() -> int:
-    """Run both; 1 if one failed."""
+    """Run all tasks of both agents, or of the one that is named, or its tasks that are named; 1 if one failed."""
+    url, *named = sys.argv[1:]
     failed = False
     for agent in (codex, claude_code):
+        if named and agent.__name__ != named[0]:
+            continue
         try:
-            agent(sys.argv[1])
+            agent(url, named[1:])
             print(f"ok    javascript {agent.__name__}")
         except (AssertionError, OSError, subprocess.TimeoutExpired) as error:
             failed = True

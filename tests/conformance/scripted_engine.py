@@ -2,7 +2,8 @@
 
     python -m tests.conformance.scripted_engine COMMAND {url} …
 
-It runs the command, with the ingress's address in place of {url}, and fails if a request of it is refused.
+It runs the command, with the ingress's address in place of {url}, and fails if a request of it is refused, or if a tool
+of it is left out. ``GET /played`` of that address returns what was played.
 """
 
 from __future__ import annotations
@@ -10,14 +11,20 @@ from __future__ import annotations
 import asyncio
 import json
 import sys
+from collections.abc import Callable
+from contextvars import copy_context
 from typing import Any
+from urllib.parse import parse_qsl
 
+from starlette.responses import JSONResponse
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from raylm.config import Config
+from raylm.errors import EngineCrashedError, EngineDiedError
 from raylm.frontend import AsyncLLM
 from raylm.ingress import build_asgi_app
 from raylm.messages import EngineCoreRequest
+from tests.conformance.plays import CUT, SAY, WAIT
 from tests.frontend.played_engine import PlayedEngine
 from tests.ingress.harness import served
 from tests.ingress.writing_engine import TOKENIZER
@@ -26,6 +33,40 @@ CONTEXT = 131_072  # tokens; the first prompts of agents have up to 31,000 of th
 PLAY = "PLAY "
 _RESULT = "<tool_response>"  # before each result of a tool, by the chat template
 _PIECE = 3  # tokens of one output
+_RECOVERY_S = 300.0
+
+
+class Play:
+    """What all engines played, in order. While it ``loses``, each answer's engine is lost after half of the answer."""
+
+    def __init__(self, on_lost: Callable[[], None]) -> None:
+        self.on_lost = on_lost
+        self.loses = self.cuts = False
+        self.seen: list[str] = []
+        self.held = self.aborted = self.lost = 0
+        self._requests: set[str] = set()
+        self._cut: set[str] = set()
+
+    def note(self, request_id: str, text: str) -> None:
+        """Remember a conversation from its last message that is played, once for each request."""
+        if request_id not in self._requests:
+            self._requests.add(request_id)
+            self.seen.append(text)
+
+    def cut(self, text: str) -> bool:
+        """Let the connection be cut, the first time that this answer is asked for."""
+        self.cuts = text not in self._cut
+        self._cut.add(text)
+        return self.cuts
+
+    def take(self, options: dict[str, str]) -> dict[str, Any]:
+        """What was played. With ``lose``, 0 or 1, forget it, and begin or end to lose engines."""
+        found = {"seen": self.seen, "held": self.held, "aborted": self.aborted, "lost": self.lost}
+        if (lose := options.get("lose")) is not None:
+            self.loses = lose == "1"
+            self.seen, self.held, self.aborted, self.lost = [], 0, 0, 0
+            self._cut.clear()
+        return found
 
 
 class ScriptedEngine(PlayedEngine):
@@ -34,64 +75,128 @@ class ScriptedEngine(PlayedEngine):
     It makes the calls of the next turn, by the number of results after the line, and after the last turn says ``Done.``
     """
 
-    def __init__(self) -> None:
-        super().__init__("scripted", max_model_len=CONTEXT, vocab_size=TOKENIZER.get_vocab_size())
+    def __init__(self, play: Play | None = None, name: str = "scripted") -> None:
+        super().__init__(name, max_model_len=CONTEXT, vocab_size=TOKENIZER.get_vocab_size())
+        self._play = play or Play(lambda: None)
+
+    def abort(self, keys: list[int]) -> None:
+        super().abort(keys)
+        self._play.aborted += len(keys)
 
     def add(self, request: EngineCoreRequest) -> None:
         super().add(request)
-        text = _answer_to(TOKENIZER.decode(list(request.prompt_token_ids), skip_special_tokens=False))
+        play, prompt = self._play, TOKENIZER.decode(list(request.prompt_token_ids), skip_special_tokens=False)
+        _, _, said = prompt.rpartition(PLAY)
+        turn = _turn_of(prompt)
+        names = [name for name, _ in turn]
+        text = _answer_to(prompt)
+        play.note(request.request_id, said + text)
+        if WAIT in names:
+            play.held += 1
+            return
+        cut = CUT in names and play.cut(text)
         ids = [*TOKENIZER.encode(text, add_special_tokens=False).ids, request.eos_token_ids[0]]
-        for begin in range(0, len(ids), _PIECE):
-            self.say((request.key, 0, ids[begin : begin + _PIECE], "stop" if begin + _PIECE >= len(ids) else None))
+        drawn = len(request.drawn[0] or ()) if request.drawn else 0
+        end = len(ids) // 2 if (play.loses and not drawn) or cut else len(ids)
+        for begin in range(drawn, end, _PIECE):
+            piece = ids[begin : min(begin + _PIECE, end)]
+            self.say((request.key, 0, piece, "stop" if begin + _PIECE >= len(ids) else None))
+        if end < len(ids) and not cut:
+            play.lost += 1
+            self.die(EngineCrashedError("It is gone.") if play.lost % 2 else EngineDiedError("It is gone."))
+            play.on_lost()
 
 
-def _answer_to(prompt: str) -> str:
+def _turn_of(prompt: str) -> list[tuple[str, Any]]:
+    """The calls of the next turn, and words in place of calls."""
     _, found, rest = prompt.rpartition(PLAY)
     if not found:
-        return "Done."
+        return [(SAY, "Done.")]
     turns, _ = json.JSONDecoder().raw_decode(rest)
     results = rest.count(_RESULT)
     for turn in turns:
         if results <= 0:
-            return "\n".join(_call(name, arguments) for name, arguments in turn)
-        results -= len(turn)
-    return "Done."
+            return [(name, arguments) for name, arguments in turn]
+        results -= sum(not name.startswith("@") for name, _ in turn)
+    return [(SAY, "Done.")]
+
+
+def _answer_to(prompt: str) -> str:
+    return "\n".join(_call(name, arguments) for name, arguments in _turn_of(prompt) if name not in (WAIT, CUT))
 
 
 def _call(name: str, arguments: Any) -> str:
+    if name == SAY:
+        return str(arguments)
     return f"<tool_call>\n{json.dumps({'name': name, 'arguments': arguments})}\n</tool_call>"
 
 
-class _Refusals:
-    """Wraps an app. Remembers the requests that were answered with an error."""
+class _Watch:
+    """Wraps an app. Remembers requests that were answered with an error, or without a tool; cuts connections."""
 
-    def __init__(self, app: ASGIApp) -> None:
+    def __init__(self, app: ASGIApp, play: Play) -> None:
         self._app = app
-        self.seen: list[str] = []
+        self._play = play
+        self.faults: list[str] = []
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        async def noting(message: Message) -> None:
-            if message["type"] == "http.response.start" and message["status"] >= 400:
-                self.seen.append(f"{scope['method']} {scope['path']}: {message['status']}")
-            await send(message)
+        if scope["path"] == "/played":
+            played = JSONResponse(self._play.take(dict(parse_qsl(scope["query_string"].decode()))))
+            await played(scope, receive, send)
+            return
+        cut = asyncio.Event()
 
-        await self._app(scope, receive, noting)
+        async def watching(message: Message) -> None:
+            if cut.is_set():
+                return
+            if message["type"] == "http.response.start":
+                self._note(scope, message)
+            await send(message)
+            if self._play.cuts and message.get("body"):
+                self._play.cuts = False
+                cut.set()
+
+        async def receiving() -> Message:
+            """The client's messages; that it is gone if the connection is cut. uvicorn closes an answer without end."""
+            came, closed = asyncio.ensure_future(receive()), asyncio.ensure_future(cut.wait())
+            try:
+                await asyncio.wait((came, closed), return_when=asyncio.FIRST_COMPLETED)
+                return {"type": "http.disconnect"} if cut.is_set() else came.result()
+            finally:
+                came.cancel()
+                closed.cancel()
+
+        await self._app(scope, receiving, watching)
+
+    def _note(self, scope: Scope, message: Message) -> None:
+        where = f"{scope['method']} {scope['path']}"
+        if message["status"] >= 400:
+            self.faults.append(f"{where}: {message['status']}")
+        ignored = dict(message["headers"]).get(b"x-raylm-ignored-fields", b"").decode()
+        if "tool" in ignored:
+            self.faults.append(f"{where}: left out {ignored}")
 
 
 async def _run(command: list[str]) -> int:
     config = Config.model_validate({"model": "embedded", "ingress": {"store": ":memory:"}})
-    llm = AsyncLLM(config)
-    llm.add_engine(ScriptedEngine())
-    app = _Refusals(build_asgi_app(llm, config))
+    llm, numbers = AsyncLLM(config, recovery_timeout_s=_RECOVERY_S), iter(range(10**9))
+
+    def add_engine() -> None:
+        llm.add_engine(ScriptedEngine(play, f"scripted-{next(numbers)}"))
+
+    play = Play(lambda: loop.call_soon(add_engine, context=around))
+    loop, around = asyncio.get_running_loop(), copy_context()
+    add_engine()
+    app = _Watch(build_asgi_app(llm, config), play)
     try:
         async with served(app) as url:
             process = await asyncio.create_subprocess_exec(*(part.replace("{url}", url) for part in command))
             failed = await process.wait()
     finally:
         await llm.stop()
-    for refused in app.seen:
-        print(f"FAIL  {refused}")
-    return failed or int(bool(app.seen))
+    for fault in app.faults:
+        print(f"FAIL  {fault}")
+    return failed or int(bool(app.faults))
 
 
 if __name__ == "__main__":
