@@ -3,11 +3,15 @@
     python -m benchmarks.http.answer_memory                    # 200 of each kind; /tokenize takes half an hour
     python -m benchmarks.http.answer_memory --only kv --answers 16
     python -m benchmarks.http.answer_memory --check            # the exit status is 1 above 1.3 times
+    python -m benchmarks.http.answer_memory --url http://127.0.0.1:8000 --pid PID --only embeddings
 
-The HTTP app and AsyncLLM are the real ones, as in benchmarks.http.event_loop, in a separate process; curl reads the
-answers. "before" is measured after one small answer of the kind. "warm" is measured three seconds after the first eight
-large answers, which fill the caches (16 MiB of ended requests' timelines, texts of tokens). "after" is measured after
-the last answer.
+With ``--url`` and ``--pid`` the server is a ``raylm serve embedded`` that has just started, and PID is the id of its
+ingress, ray::ServeReplica:default:Ingress in the list of processes. Use a new server for each kind. Otherwise the HTTP
+app and AsyncLLM are the real ones, as in benchmarks.http.event_loop, in this process. curl reads the answers.
+
+"before" is measured after one small answer of the kind. "warm" is measured three seconds after the first eight large
+answers, which fill the caches (16 MiB of ended requests' timelines, texts of tokens). "after" is measured after the
+last answer.
 """
 
 from __future__ import annotations
@@ -17,7 +21,8 @@ import json
 import os
 import sys
 import tempfile
-from collections.abc import Callable
+from collections.abc import AsyncIterator, Callable
+from contextlib import asynccontextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -85,26 +90,38 @@ class FullEngine(InstantEngine):
         return EngineSnapshot(EngineStats(), 1_000_000, 16, *columns, cached=[], left_out=0)
 
 
-def memory_mib() -> float:
-    """This process's resident memory in MiB."""
-    return int(Path("/proc/self/statm").read_text().split()[1]) / _PAGES_PER_MIB
-
-
 class Peak:
-    """The maximum of memory in MiB since the last reset."""
+    """The resident memory of a process in MiB, and its maximum since the last reset."""
 
-    def __init__(self) -> None:
+    def __init__(self, pid: str) -> None:
         self.most = 0.0
+        self._statm = Path(f"/proc/{pid}/statm")
+
+    def memory_mib(self) -> float:
+        return int(self._statm.read_text().split()[1]) / _PAGES_PER_MIB
 
     async def watch(self) -> None:
         while True:
-            self.most = max(self.most, memory_mib())
+            self.most = max(self.most, self.memory_mib())
             await asyncio.sleep(_BEAT_S)
 
 
 async def ask(url: str, body: Path | None) -> int:
-    """The size of an answer in bytes. The answer is discarded."""
-    command = ["curl", "-sSf", "-o", "/dev/null", "-w", "%{size_download}", "-H", "Expect:"]
+    """The size of an answer in bytes. The answer is discarded. A request that is refused with 429 is sent again."""
+    command = [
+        "curl",
+        "-sSf",
+        "--retry",
+        "1000",
+        "--retry-delay",
+        "1",
+        "-o",
+        "/dev/null",
+        "-w",
+        "%{size_download}",
+        "-H",
+        "Expect:",
+    ]
     if body is not None:
         command += ["-H", "Content-Type: application/json", "--data-binary", f"@{body}"]
     process = await asyncio.create_subprocess_exec(*command, url, stdout=asyncio.subprocess.PIPE)
@@ -124,7 +141,7 @@ async def measure(url: str, kind: Kind, answers: int, peak: Peak, folder: Path) 
             (folder / f"body-{size}").write_text(json.dumps(made))
     await ask(url + kind.path, bodies[1])
     await asyncio.sleep(SETTLE_S)
-    before = peak.most = memory_mib()
+    before = peak.most = peak.memory_mib()
     room = asyncio.Semaphore(AT_ONCE)
     sizes: list[int] = []
 
@@ -138,18 +155,24 @@ async def measure(url: str, kind: Kind, answers: int, peak: Peak, folder: Path) 
             for _ in range(count):
                 group.create_task(one())
         await asyncio.sleep(SETTLE_S)
-        settled.append(memory_mib())
+        settled.append(peak.memory_mib())
     warm, after = settled
     figures = {"answer": max(sizes) / 2**20, "before": before, "peak": peak.most, "warm": warm, "after": after}
     return figures | {"after over warm": after / warm, "after over before": after / before}
 
 
-async def run(only: str, answers: int, out: Path | None) -> float:
+@asynccontextmanager
+async def running(url: str) -> AsyncIterator[str]:
+    """The URL of a server that another process runs."""
+    yield url
+
+
+async def run(only: str, answers: int, out: Path | None, url: str, pid: str) -> float:
     """The largest memory after a kind, relative to the warm memory."""
     units = dict.fromkeys(("answer", "before", "peak", "warm", "after"), "MiB")
     units |= {"after over warm": "", "after over before": ""}
-    report, worst, peak = Report("answer_memory", units, out), 0.0, Peak()
-    async with front_end(FullEngine(VOCAB_SIZE)) as url:
+    report, worst, peak = Report("answer_memory", units, out), 0.0, Peak(pid)
+    async with running(url) if url else front_end(FullEngine(VOCAB_SIZE)) as url:
         watching = asyncio.create_task(peak.watch())
         with tempfile.TemporaryDirectory() as folder:
             for kind in KINDS:
@@ -166,9 +189,13 @@ def main() -> int:
     options.add_argument("--only", default="", help="kinds whose name holds this")
     options.add_argument("--answers", type=int, default=200, help="of each kind")
     options.add_argument("--check", action="store_true", help=f"fail above {MOST} times the warm memory")
+    options.add_argument("--url", default="", help="of a server that runs, with the id of its ingress as --pid")
+    options.add_argument("--pid", default="self")
     args = options.parse_args()
+    if bool(args.url) != (args.pid != "self"):
+        options.error("give --url and --pid together")
     with asyncio.Runner(loop_factory=uvloop.new_event_loop) as runner:  # the ingress's event loop
-        worst = runner.run(run(args.only, args.answers, args.out))
+        worst = runner.run(run(args.only, args.answers, args.out, args.url, args.pid))
     print(f"the most that is left: {worst:.2f} times")
     return int(args.check and worst > MOST)
 
