@@ -11,6 +11,7 @@ import pytest
 import torch
 
 from raylm.native import huge_empty, populate
+from raylm.worker import kv_memory
 from raylm.worker.kv_memory import KVMemory
 
 BLOCKS, BLOCK_BYTES, AHEAD = 64, 1 << 20, 16
@@ -48,11 +49,31 @@ def test_and_those_ahead_of_what_is_written(halves: list[torch.Tensor]) -> None:
         assert faults(halves, 0, there) <= FEW
 
 
-def test_nothing_is_asked_for_while_a_step_runs(halves: list[torch.Tensor]) -> None:
+class Clock:
+    """The time of KVMemory. It stands still until a test moves it."""
+
+    sleep = staticmethod(time.sleep)
+    now = 0.0
+
+    def monotonic(self) -> float:
+        return self.now
+
+
+@pytest.fixture
+def clock(monkeypatch: pytest.MonkeyPatch) -> Clock:
+    """A step begins before the thread asks for memory, however busy the machine is."""
+    clock = Clock()
+    monkeypatch.setattr(kv_memory, "time", clock)
+    return clock
+
+
+def test_nothing_is_asked_for_while_a_step_runs(halves: list[torch.Tensor], clock: Clock) -> None:
     memory = KVMemory(halves, AHEAD)
     with memory:
+        clock.now += 1.0
         time.sleep(0.1)
         written = faults(halves, 0, AHEAD)
+    clock.now += 1.0
     memory.wait()
     assert written > 20
 
@@ -66,9 +87,10 @@ def test_what_is_written_stays(halves: list[torch.Tensor]) -> None:
     assert torch.equal(halves[0][:4], before)
 
 
-def test_the_thread_ends_with_the_worker(halves: list[torch.Tensor]) -> None:
+def test_the_thread_ends_with_the_worker(halves: list[torch.Tensor], clock: Clock) -> None:
     memory = KVMemory(halves, AHEAD)
     with memory:
+        clock.now += 1.0
         thread = memory._thread
         assert thread is not None
         time.sleep(0.1)
