@@ -176,7 +176,7 @@ def test_vectors_are_arrays_of_ones_own(llm: LLM) -> None:
     ("keywords", "said"),
     [
         ({"dimension": 5}, "unknown parameter 'dimension'; did you mean dimensions?"),
-        ({"temperature": 0}, "unknown parameter 'temperature'; PoolingParams has pooling, normalize, dimensions."),
+        ({"temperature": 0}, "'temperature'; PoolingParams has pooling, normalize, dimensions, pair_at."),
         ({"params": GREEDY}, "params must be PoolingParams."),
         ({"params": PoolingParams(), "normalize": False}, "params and normalize cannot be combined"),
     ],
