@@ -34,7 +34,7 @@ from raylm.worker import available_memory
 SUPERVISOR_CPUS = 0.1
 ENGINE_CORE_CPUS = 0.1
 _DIGITS = 4  # of a resource, as Ray keeps it
-_SWITCH_S = 30.0  # in which an update's new ingress replicas take over from those that use an old engine
+_SWITCH_S = 30.0  # an update's new ingress replicas replace the old ones, which use an old engine, within this time
 MOST_STARTS = 3
 
 logger = logging.getLogger("raylm.engine")

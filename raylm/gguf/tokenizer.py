@@ -16,7 +16,7 @@ from raylm.gguf.reader import FileMetadata
 
 _NORMAL, _UNKNOWN, _CONTROL, _OWN, _BYTE = 1, 2, 3, 4, 6  # types of tokens
 _SPACE = "▁"
-# Tokens that end a turn, besides those that a file names: several converters name only the end of a text.
+# Tokens that end a turn. Several converters write only the token that ends a text into the file.
 _ENDS = ("<|endoftext|>", "<|eot_id|>", "<|eom_id|>", "<|im_end|>", "<end_of_turn>", "<|end|>")
 
 

@@ -41,7 +41,7 @@ _OF_HTTP = frozenset({
     "stream", "stream_options", "echo", "encoding_format", "include_reasoning", "return_token_ids",
     "return_tokens_as_token_ids",
 })  # fmt: skip
-# Fields of bodies that say how to sample, beside those that SamplingParams has by the same names.
+# Fields of bodies that set sampling and that SamplingParams has by other names.
 _OF_SAMPLING = frozenset({"best_of", "max_completion_tokens", "response_format", "top_logprobs"})
 # The fields for the span of the caller, which clients of HTTP send as headers of the same names.
 _SPAN = ("traceparent", "tracestate")

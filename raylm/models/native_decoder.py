@@ -48,7 +48,7 @@ def native_decoder(
         inv_freq=inv_freq.data_ptr(),
         last_norm=None if norm is None else norm.data_ptr(),
         embedding=None if embedding is None else embedding.data_ptr(),
-        head=layout.Linear() if head is None else _packed(head),
+        head=layout.LinearStruct() if head is None else _packed(head),
         layer=layers,
     )
     struct.kept = (kept, layers, decoder, head)  # keeps the memory that it points to alive
@@ -88,7 +88,7 @@ def _layer(layer: DecoderLayer, kept: list[Tensor]) -> layout.Layer:
     )
 
 
-def _packed(linear: Linear) -> layout.Linear:
+def _packed(linear: Linear) -> layout.LinearStruct:
     assert isinstance(linear.kernel, NativeLinear), "the model was not loaded with native linear layers"
     return linear.kernel.struct
 

@@ -79,7 +79,7 @@ class NativeDecoder:
         ``when_computing`` is called just before the interpreter lock is released. ``stream`` (tokens, hidden_size) is
         the residual stream of earlier layers, contiguous and float32, as is the result if other layers follow.
         """
-        runs = (lib.AdapterRun * len(adapters))(*map(_run_struct, adapters))
+        runs = (lib.AdapterRunStruct * len(adapters))(*map(_run_struct, adapters))
         hidden = torch.empty((len(input_ids), self._hidden_size), dtype=self._result_dtype)
         arguments = (
             self._kind, self._handle, byref(batch), input_ids.data_ptr(), None if stream is None else stream.data_ptr(),
@@ -118,6 +118,6 @@ class NativeDecoder:
             self._native.library.raylm_decoder_free(self._kind, self._handle)
 
 
-def _run_struct(run: AdapterRun) -> lib.AdapterRun:
+def _run_struct(run: AdapterRun) -> lib.AdapterRunStruct:
     assert isinstance(run.adapter, PackedAdapter)
-    return lib.AdapterRun(run.adapter.sites, run.start, run.count)
+    return lib.AdapterRunStruct(run.adapter.sites, run.start, run.count)

@@ -19,7 +19,7 @@ def _fields(kind: Any, *names: str) -> Iterator[tuple[str, Any]]:
     return ((name, kind) for name in names)
 
 
-class Linear(Structure):
+class LinearStruct(Structure):
     _fields_ = (
         *_fields(c_int32, "kind", "columns", "depth", "units"),
         *_fields(c_void_p, "packed", "bias", "scales", "sums"),
@@ -40,7 +40,7 @@ class Heads(Structure):
 
 class Layer(Structure):
     _fields_ = (
-        *_fields(Linear, "qkv", "output", "gate_up", "down"),
+        *_fields(LinearStruct, "qkv", "output", "gate_up", "down"),
         *_fields(c_void_p, "input_norm", "post_norm", "query_norm", "key_norm"),
         *_fields(c_int32, "window", "unused"),
     )
@@ -52,21 +52,21 @@ class Model(Structure):
         ("heads", Heads),
         *_fields(c_float, "eps", "rope_scaling"),
         *_fields(c_void_p, "inv_freq", "last_norm", "embedding"),
-        ("head", Linear),
+        ("head", LinearStruct),
         ("layer", POINTER(Layer)),
     )
 
 
 class LowRankPart(Structure):
-    _fields_ = (("up", Linear), *_fields(c_int32, "column", "rank_at"))
+    _fields_ = (("up", LinearStruct), *_fields(c_int32, "column", "rank_at"))
 
 
-class LowRank(Structure):
-    _fields_ = (("down", Linear), *_fields(c_int32, "parts", "unused"), ("part", LowRankPart * 3))
+class LowRankStruct(Structure):
+    _fields_ = (("down", LinearStruct), *_fields(c_int32, "parts", "unused"), ("part", LowRankPart * 3))
 
 
-class AdapterRun(Structure):
-    _fields_ = (("sites", POINTER(LowRank)), *_fields(c_int32, "start", "count"))
+class AdapterRunStruct(Structure):
+    _fields_ = (("sites", POINTER(LowRankStruct)), *_fields(c_int32, "start", "count"))
 
 
 Functions = dict[str, tuple[Any, list[Any]]]  # (result, arguments) by name
@@ -77,7 +77,7 @@ _KERNELS: Functions = {
     "raylm_team_free": (None, [c_void_p]),
     "raylm_pack": (None, [c_void_p, c_void_p, c_int, c_int, c_void_p]),
     "raylm_round_int4": (None, [c_void_p, c_int, c_void_p, c_int, c_int, c_int, c_void_p, c_void_p, c_void_p]),
-    "raylm_linear": (None, [c_void_p, c_int, POINTER(Linear), c_void_p, c_int, c_void_p, c_int64]),
+    "raylm_linear": (None, [c_void_p, c_int, POINTER(LinearStruct), c_void_p, c_int, c_void_p, c_int64]),
     "raylm_attention": (
         None,
         [c_void_p, c_int, POINTER(Batch), POINTER(Heads), *[c_void_p] * 3, *[c_int64] * 3, c_void_p, c_int64, c_void_p],
@@ -88,7 +88,7 @@ _KERNELS: Functions = {
         None,
         [
             *[c_int, c_void_p, POINTER(Batch), c_void_p, c_void_p, POINTER(c_void_p), c_int64, c_void_p],
-            *[POINTER(AdapterRun), c_int],
+            *[POINTER(AdapterRunStruct), c_int],
         ],
     ),
     "raylm_decoder_logits": (None, [c_int, c_void_p, c_void_p, c_int, c_void_p, c_int64]),

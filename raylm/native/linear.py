@@ -92,7 +92,7 @@ class NativeLinear:
     """
 
     def __init__(self, native: Kernels, weight: Weight, bias: Tensor | None) -> None:
-        self._native, self.struct = native, lib.Linear()
+        self._native, self.struct = native, lib.LinearStruct()
         self._kept: list[Tensor] = []
         self.dtype = weight.dtype if isinstance(weight, Tensor) else None
         if isinstance(weight, Int4Weight):

@@ -35,10 +35,10 @@ class PackedAdapter:
     def __init__(self, layers: Sequence[Parts]) -> None:
         self._arena = Arena()  # its own arena, which is freed with the adapter
         self._kept: list[Tensor] = []
-        self.sites = (lib.LowRank * len(layers))(*map(self._site, layers))
+        self.sites = (lib.LowRankStruct * len(layers))(*map(self._site, layers))
 
-    def _site(self, parts: Parts) -> lib.LowRank:
-        site, rank_at = lib.LowRank(), 0
+    def _site(self, parts: Parts) -> lib.LowRankStruct:
+        site, rank_at = lib.LowRankStruct(), 0
         if not parts:
             return site
         downs = [_whole_lanes(down) for _, down, _ in parts]
@@ -49,14 +49,14 @@ class PackedAdapter:
             rank_at += len(down)
         return site
 
-    def _pack(self, weight: Tensor) -> lib.Linear:
+    def _pack(self, weight: Tensor) -> lib.LinearStruct:
         """As raylm_pack, but without the team of threads, which may be running a step."""
         rows, depth = _whole_lanes(weight), weight.shape[1]
         words = rows.contiguous().view(torch.int32)
         streams = words.view(-1, lib.LANES, words.shape[1]).transpose(1, 2)
         packed = self._arena.empty(tuple(streams.shape), torch.int32).copy_(streams)
         self._kept.append(packed)
-        return lib.Linear(KINDS[weight.dtype], len(rows), depth, words.shape[1], packed.data_ptr())
+        return lib.LinearStruct(KINDS[weight.dtype], len(rows), depth, words.shape[1], packed.data_ptr())
 
 
 def _whole_lanes(weight: Tensor) -> Tensor:

@@ -39,7 +39,9 @@ def _prove_kind(runs: Callable[..., bool], library: ctypes.CDLL, name: str, kind
     weight = np.add.outer(3 * np.arange(_COLUMNS), 5 * np.arange(_DEPTH)) % 16 - 8
     words = _words(weight, kind)
     packed = np.ascontiguousarray(words.reshape(-1, lib.LANES, words.shape[1]).transpose(0, 2, 1))
-    struct = lib.Linear(kind=kind, columns=_COLUMNS, depth=_DEPTH, units=words.shape[1], packed=packed.ctypes.data)
+    struct = lib.LinearStruct(
+        kind=kind, columns=_COLUMNS, depth=_DEPTH, units=words.shape[1], packed=packed.ctypes.data
+    )
     scales = np.ones((_COLUMNS, _DEPTH // _GROUP), np.float32)
     sums = (128 * weight.sum(1)).astype(np.int32)
     if kind in (lib.INT8, lib.INT4):

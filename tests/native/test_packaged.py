@@ -137,7 +137,7 @@ class Spoiled:
     """Right kernels but for the products of one kind of weights."""
 
     def __init__(self, library: ctypes.CDLL, kind: int) -> None:
-        shape = CFUNCTYPE(None, c_void_p, c_int, POINTER(lib.Linear), c_void_p, c_int, c_void_p, c_int64)
+        shape = CFUNCTYPE(None, c_void_p, c_int, POINTER(lib.LinearStruct), c_void_p, c_int, c_void_p, c_int64)
         linear = cast(library.raylm_linear, shape)
 
         def spoiled(team: Any, dtype: Any, weight: Any, x: Any, rows: Any, out: Any, stride: Any) -> None:

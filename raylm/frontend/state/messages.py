@@ -125,7 +125,7 @@ class Standing:
 
 @dataclass(frozen=True, slots=True)
 class AdapterEntry:
-    """The latest decision about the adapter of a name. The higher revision is valid.
+    """The latest decision about the adapter with a name. The entry with the highest revision is valid.
 
     While an adapter is ``loading``, engines may or may not have it. An engine that has an ``unloaded`` adapter must
     unload it.

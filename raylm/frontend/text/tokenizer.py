@@ -93,17 +93,8 @@ class Tokenizer:
 
     def encode_now(self, text: str, *, add_special_tokens: bool, param: str = "prompt") -> list[int]:
         """Tokenize ``text`` on the calling thread. Uses the batch call because only that releases the GIL."""
-        try:
-            text.encode()
-        except UnicodeEncodeError as error:
-            raise InvalidRequestError(f"{param} is not valid Unicode: it contains a surrogate.", param=param) from error
-        try:
-            with _panics_raised():
-                ids: list[int] = self.backend.encode_batch_fast([text], add_special_tokens=add_special_tokens)[0].ids
-        except Exception as error:
-            raise InvalidRequestError(
-                f"The model's tokenizer cannot tokenize {param}: {_line(error)}", param=param
-            ) from error
+        with _errors_named(param, text):
+            ids: list[int] = self.backend.encode_batch_fast([text], add_special_tokens=add_special_tokens)[0].ids
         return ids
 
     async def encode_pair(self, one: str, other: str, param: str) -> tuple[list[int], int]:
@@ -114,18 +105,8 @@ class Tokenizer:
         check_chars(len(one) + len(other), param)
 
         def work() -> tuple[list[int], int]:
-            try:
-                one.encode(), other.encode()
-                with _panics_raised():
-                    found = self.backend.encode_batch([(one, other)], add_special_tokens=True)[0]
-            except UnicodeEncodeError as error:
-                raise InvalidRequestError(
-                    f"{param} is not valid Unicode: it contains a surrogate.", param=param
-                ) from error
-            except Exception as error:
-                raise InvalidRequestError(
-                    f"The model's tokenizer cannot tokenize {param}: {_line(error)}", param=param
-                ) from error
+            with _errors_named(param, one, other):
+                found = self.backend.encode_batch([(one, other)], add_special_tokens=True)[0]
             return found.ids, len(found.ids) - sum(found.type_ids)
 
         return await self._run(len(one) + len(other), work)
@@ -200,6 +181,23 @@ def _panics_raised() -> Iterator[None]:
         if type(error).__name__ != "PanicException":
             raise
         raise _PanickedError(str(error)) from error
+
+
+@contextmanager
+def _errors_named(param: str, *texts: str) -> Iterator[None]:
+    """Raise InvalidRequestError, which names ``param``, if a text is not Unicode or the tokenizer fails."""
+    try:
+        for text in texts:
+            text.encode()
+    except UnicodeEncodeError as error:
+        raise InvalidRequestError(f"{param} is not valid Unicode: it contains a surrogate.", param=param) from error
+    try:
+        with _panics_raised():
+            yield
+    except Exception as error:
+        raise InvalidRequestError(
+            f"The model's tokenizer cannot tokenize {param}: {_line(error)}", param=param
+        ) from error
 
 
 def _line(error: Exception) -> str:

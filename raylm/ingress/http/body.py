@@ -119,7 +119,7 @@ def parse_json_object(body: bytes) -> JSONObject:
 
 
 def _count_marks(body: bytes) -> int:
-    """Count commas, colons and opening brackets, including those in strings.
+    """Count commas, colons and opening brackets, also inside strings.
 
     Counts in slices, since a count holds the GIL.
     """
