@@ -142,8 +142,8 @@ def _attend(q: Tensor, keys: Tensor, values: Tensor, read: Read, layer: Attentio
     if read.is_decode:
         folded = q.view(seqs, layer.num_kv_heads, -1, layer.head_dim)
         if layer.softcap is not None:
-            return _capped(folded, k, v, read.mask, layer.scale, layer.softcap).view_as(q)
-        return F.scaled_dot_product_attention(folded, k, v, attn_mask=read.mask, scale=layer.scale).view_as(q)
+            return _capped(folded, k, v, read.mask, layer.scale, layer.softcap).reshape(q.shape)
+        return F.scaled_dot_product_attention(folded, k, v, attn_mask=read.mask, scale=layer.scale).reshape(q.shape)
     whole, causal = q.transpose(0, 1)[None], read.mask is None
     if layer.softcap is not None:
         mask = torch.ones(len(q), k.shape[2], dtype=torch.bool, device=q.device).tril() if causal else read.mask

@@ -42,7 +42,8 @@ _INDEXING = {aten.index.Tensor, aten.index_put_.default}
 _STAND_INS: dict[Any, Callable[..., Tensor]] = {
     aten.mm.dtype: lambda a, b, dtype: torch.mm(a.to(dtype), b.to(dtype)),
 }
-
+# Results that the kernels of a GPU lay out in another order of dimensions than those of a CPU.
+_ORDERS = {aten.scaled_dot_product_attention.default: (0, 2, 1, 3)}
 
 # What takes memory and writes nothing to it.
 _ALLOCATING = {aten.empty.memory_format, aten.empty_strided.default, aten.empty_like.default, aten.new_empty.default}
@@ -231,6 +232,8 @@ class Gpu(TorchDispatchMode):
         shapes = func(
             *_as_meta(inner), **({**_as_meta(named), "device": "meta"} if "device" in named else _as_meta(named))
         )
+        if order := _ORDERS.get(func):
+            shapes = shapes.permute(order).contiguous().permute(order)
         memory = tree_map(lambda meta: torch.empty_strided(meta.shape, meta.stride(), dtype=meta.dtype), shapes)
 
         def work() -> None:
