@@ -127,6 +127,9 @@ class EngineConfig(Frozen):
     """CPU threads of a worker. By default its share of the cores, and fewer for a small model."""
     cuda_graphs: bool = True
     """On a GPU with one rank, run steps that only decode as CUDA graphs, captured at start."""
+    attention_backend: Literal["auto", "triton", "xformers", "cpu", "sdpa"] = "auto"
+    """The kernels of attention. By default the fastest that support the model: on GPUs RayLM's Triton kernel, then
+    xformers', then torch's (sdpa); on CPUs the native kernel, then torch's. Another choice must support the model."""
     num_cpus: float = Field(0.1, ge=0)
     """CPUs that Ray reserves for each worker on CPUs; used for placement, not a limit."""
     step_timeout_s: float = Field(300, gt=0)

@@ -9,7 +9,8 @@ time is of --steps whole steps of the worker, from a plan to drawn tokens; of de
 Rows are printed as they come, and with --out kept in DIR/gpu.jsonl, to which further runs add theirs.
 
 phases    greedy: whether the embedded model says on the device what it says on the CPU; decode, prefill, mixed: the
-          worker's steps; transformers: its own generate on the same weights; vllm: the same where it is installed
+          worker's steps; requests: --requests prompts and answers of different lengths by raylm.LLM, and by the
+          continuous batching of transformers; transformers: its own generate; vllm: the same where it is installed
 mixed     a step in which the batch decodes and a prompt of so many tokens is computed; parts_ms is what both took alone
 sampled   decoding at temperature 0.8; top_p: the same with top-p 0.95; penalties: with a presence penalty; logprobs:
           greedy, with the five most likely tokens; compare them with graphs_ms, which is greedy
@@ -41,7 +42,8 @@ from typing import Any
 
 import torch
 
-from benchmarks.gpu.device import bandwidth, gemm_peak, seconds, synchronize, trace
+from benchmarks.gpu import requests
+from benchmarks.gpu.device import Trace, bandwidth, gemm_peak, seconds, synchronize, trace
 from benchmarks.gpu.shapes import SHAPES, embedding_size, make_checkpoint
 from benchmarks.model.forward import Steps
 from raylm.config import Config
@@ -52,7 +54,8 @@ from raylm.worker.gpu.cuda_graphs import GraphForward
 from raylm.worker.model_runner import ModelRunner
 from raylm.worker.startup import start_runner
 
-PHASES = ["greedy", "decode", "prefill", "mixed", "transformers", "vllm"]
+PHASES = ["greedy", "decode", "prefill", "mixed", "requests", "transformers", "vllm"]
+ENGINES = ["raylm", "transformers"]
 SAMPLED = {
     "sampled": SamplingParams(temperature=0.8),
     "top_p": SamplingParams(temperature=0.8, top_p=0.95),
@@ -60,6 +63,7 @@ SAMPLED = {
     "logprobs": SamplingParams(temperature=0.0, logprobs=5),
 }
 _WARM_UP = 4
+_KERNELS = 16  # kernels in a row, of those of a step
 
 
 class Decoding(Steps):
@@ -91,8 +95,10 @@ def _nothing() -> None:
     """The wait function while no step is in flight."""
 
 
-def decode_row(runner: ModelRunner, info: WorkerInfo, batch: int, context: int, args: Any, peak: float) -> dict:
-    """Figures of decoding ``batch`` sequences after ``context`` tokens."""
+def decode_rows(
+    runner: ModelRunner, info: WorkerInfo, batch: int, context: int, args: Any, peak: float
+) -> Iterator[dict]:
+    """Figures of decoding ``batch`` sequences after ``context`` tokens, and the kernels of a step."""
     device = torch.device(info.device)
     kv_bytes = info.kv_cache_bytes / (info.num_blocks * info.block_size) * batch * context
     row: dict[str, Any] = {"batch": batch, "context": context}
@@ -109,6 +115,7 @@ def decode_row(runner: ModelRunner, info: WorkerInfo, batch: int, context: int, 
         if traced is not None:
             row |= {f"{mode}_launches": traced.launches, f"{mode}_waits": traced.waits}
             row[f"{mode}_idle_ms"] = 1e3 * (taken - traced.busy_s)
+            yield {"kernels_of": mode, "batch": batch, "context": context} | longest_kernels(traced)
     runner.forward = graphs
     for name, params in SAMPLED.items():
         steps.params = params
@@ -116,8 +123,16 @@ def decode_row(runner: ModelRunner, info: WorkerInfo, batch: int, context: int, 
         row[f"{name}_ms"] = 1e3 * taken
         if traced is not None:
             row |= {f"{name}_launches": traced.launches, f"{name}_waits": traced.waits}
+            if name in ("sampled", "top_p"):
+                yield {"kernels_of": name, "batch": batch, "context": context} | longest_kernels(traced)
     best = row.get("graphs_ms", row["eager_ms"])
-    return row | {"share": row["floor_ms"] / best, "tok_s": 1e3 * batch / best}
+    yield row | {"share": row["floor_ms"] / best, "tok_s": 1e3 * batch / best}
+
+
+def longest_kernels(traced: Trace) -> dict[str, Any]:
+    """The kernels that take the most of a step, with the launches and microseconds of each, and the sum of all."""
+    each = {name: [round(calls, 1), round(1e6 * taken, 1)] for name, (calls, taken) in traced.kernels.items()}
+    return {"busy_us": round(1e6 * traced.busy_s, 1), "kernels": dict(list(each.items())[:_KERNELS])}
 
 
 def timed(steps: Decoding, batch: int, context: int, count: int, device: torch.device) -> tuple[float, Any]:
@@ -140,15 +155,21 @@ def timed(steps: Decoding, batch: int, context: int, count: int, device: torch.d
     return taken, traced
 
 
-def prefill_row(runner: ModelRunner, info: WorkerInfo, tokens: int, args: Any, peak: float) -> dict:
-    """Figures of a prompt of ``tokens`` in one step. The operations are those of the linear layers and of attention."""
+def prefill_rows(runner: ModelRunner, info: WorkerInfo, tokens: int, args: Any, peak: float) -> Iterator[dict]:
+    """Figures of a prompt of ``tokens`` in one step, and its kernels.
+
+    The operations are those of the linear layers and of attention.
+    """
     steps = Steps(runner, info.block_size, info.vocab_size)
     taken = statistics.median(list(steps.prefill(tokens, max(3, args.steps // 8)))[1:])
+    traced = trace(lambda: list(steps.prefill(tokens, 1)), 1, torch.device(info.device))
+    if traced is not None:
+        yield {"kernels_of": "prefill", "prefill": tokens} | longest_kernels(traced)
     sizes, embedding = SHAPES[args.model], embedding_size(args.model)
     heads = sizes["num_attention_heads"] * sizes["head_dim"]
     linear = info.weights_bytes / 2 - embedding * (1 if sizes["tie_word_embeddings"] else 2)
     operations = 2 * linear * tokens + 2 * embedding + 2 * sizes["num_hidden_layers"] * heads * tokens**2
-    return {
+    yield {
         "prefill": tokens,
         "ms": 1e3 * taken,
         "tok_s": tokens / taken,
@@ -261,13 +282,28 @@ def ours(path: Path, args: Any, peaks: dict[str, float]) -> Iterator[dict]:
             if batch * (context + 4 * args.steps) > held:
                 yield {"batch": batch, "context": context, "left_out": f"the KV pool holds {held} tokens"}
                 continue
-            yield decode_row(runner, info, batch, context, args, peaks["bandwidth"])
+            yield from decode_rows(runner, info, batch, context, args, peaks["bandwidth"])
     for tokens in args.prefill if "prefill" in args.phases else []:
-        yield prefill_row(runner, info, tokens, args, peaks["gemm"])
+        yield from prefill_rows(runner, info, tokens, args, peaks["gemm"])
     for tokens in args.prefill if "mixed" in args.phases else []:
         for batch in args.batch:
             if batch * (min(args.context) + 4 * args.steps) + tokens <= held:
                 yield mixed_row(runner, info, batch, min(args.context), tokens, args)
+
+
+def request_rows(path: Path, args: Any, device: torch.device) -> Iterator[dict]:
+    """Offline requests by raylm.LLM and by transformers' continuous batching."""
+    if "requests" not in args.phases:
+        return
+    longest = min(1024, SHAPES[args.model]["max_position_embeddings"])
+    load = requests.Load.of(args.requests, longest)
+    sizes = {"max_num_seqs": max(args.batch), "max_num_batched_tokens": 2048}
+    knobs = {"device": str(device), "dtype": "bfloat16", "max_model_len": longest, "block_size": args.block_size}
+    if "raylm" in args.engines:
+        yield requests.by_raylm(path, load, knobs | sizes)
+        release(device)
+    if "transformers" in args.engines:
+        yield requests.by_transformers(path, load, device)
 
 
 def theirs(path: Path, args: Any, device: torch.device) -> Iterator[dict]:
@@ -282,19 +318,26 @@ def theirs(path: Path, args: Any, device: torch.device) -> Iterator[dict]:
 
 
 @contextmanager
-def checkpoint(shape: str, device: torch.device) -> Iterator[Path]:
-    """A temporary folder with random weights."""
-    with tempfile.TemporaryDirectory(prefix="raylm-gpu-") as folder:
-        make_checkpoint(Path(folder), shape, device)
-        yield Path(folder)
+def checkpoint(shape: str, device: torch.device, kept: Path | None) -> Iterator[Path]:
+    """A folder with random weights: a temporary one, or one in ``kept`` that further runs use too."""
+    if kept is not None:
+        folder = kept / shape
+        if not folder.exists():
+            folder.mkdir(parents=True)
+            make_checkpoint(folder, shape, device)
+        yield folder
+        return
+    with tempfile.TemporaryDirectory(prefix="raylm-gpu-") as name:
+        make_checkpoint(Path(name), shape, device)
+        yield Path(name)
 
 
 class Results:
     """Prints rows immediately, and stores them if there is a folder."""
 
-    def __init__(self, folder: Path | None) -> None:
+    def __init__(self, folder: Path | None, name: str = "gpu.jsonl") -> None:
         self._started = time.perf_counter()
-        self._file = folder and folder / "gpu.jsonl"
+        self._file = folder and folder / name
         if folder is not None:
             folder.mkdir(parents=True, exist_ok=True)
 
@@ -321,8 +364,9 @@ def measure(shape: str, args: Any, device: torch.device, results: Results) -> No
     args.model = shape
     peaks = {"bandwidth": bandwidth(device), "gemm": gemm_peak(device)}
     results.add({"GB_s": peaks["bandwidth"] / 1e9, "gemm_tflop_s": peaks["gemm"] / 1e12})
-    with checkpoint(shape, device) as path:
-        for rows in (ours(path, args, peaks), theirs(path, args, device), vllm_rows(path, args)):
+    with checkpoint(shape, device, args.checkpoints) as path:
+        found = ours(path, args, peaks), request_rows(path, args, device), theirs(path, args, device)
+        for rows in (*found, vllm_rows(path, args)):
             for row in rows:
                 results.add(row)
             release(device)
@@ -337,6 +381,9 @@ def parse() -> argparse.Namespace:
     parser.add_argument("--context", type=int, nargs="+", default=[256, 2048])
     parser.add_argument("--prefill", type=int, nargs="*", default=[512, 4096])
     parser.add_argument("--steps", type=int, default=32)
+    parser.add_argument("--requests", type=int, default=1000)
+    parser.add_argument("--engines", choices=ENGINES, nargs="+", default=ENGINES, help="which serve the requests")
+    parser.add_argument("--checkpoints", type=Path, metavar="DIR", help="keep the checkpoints for further runs")
     parser.add_argument("--block-size", type=int, default=64)
     parser.add_argument("--num-stages", type=int, choices=[1, 2, 3, 4])
     parser.add_argument("--out", type=Path, metavar="DIR")

@@ -45,11 +45,15 @@ def gemm_peak(device: torch.device) -> float:
 
 @dataclass(frozen=True)
 class Trace:
-    """The trace of one step: launching calls, waiting calls, and seconds in which the device computed."""
+    """The trace of one step: launching calls, waiting calls, and seconds in which the device computed.
+
+    ``kernels`` has the launches and the seconds of each kernel in a step, the longest first.
+    """
 
     launches: float
     waits: float
     busy_s: float
+    kernels: dict[str, tuple[float, float]]
 
 
 def trace(run: Callable[[], object], steps: int, device: torch.device) -> Trace | None:
@@ -63,15 +67,20 @@ def trace(run: Callable[[], object], steps: int, device: torch.device) -> Trace 
             run()
         synchronize(device)
     on_host, on_device = [], []
+    kernels: dict[str, tuple[float, float]] = {}
     for event in profiler.events() or []:
         if event.device_type == torch.autograd.DeviceType.CUDA:
             on_device.append((event.time_range.start, event.time_range.end))
+            name = event.name.removeprefix("void ").split("<", 1)[0][:80]
+            calls, taken = kernels.get(name, (0.0, 0.0))
+            kernels[name] = calls + 1 / steps, taken + event.time_range.elapsed_us() * 1e-6 / steps
         else:
             on_host.append(event.name)
     return Trace(
         sum(name.startswith(_LAUNCHES) for name in on_host) / steps,
         sum(name.startswith(_WAITS) for name in on_host) / steps,
         covered(on_device) * 1e-6 / steps,
+        dict(sorted(kernels.items(), key=lambda kernel: -kernel[1][1])),
     )
 
 

@@ -3,11 +3,14 @@
 from __future__ import annotations
 
 import json
+import shutil
 from pathlib import Path
 from typing import Any
 
 import torch
 from safetensors.torch import save_file
+
+from raylm.checkpoint import EMBEDDED
 
 LLAMA = {"architecture": "LlamaForCausalLM", "config": "LlamaConfig", "vocab_size": 128256, "rope_theta": 500000.0}
 SHAPES: dict[str, dict[str, Any]] = {
@@ -83,6 +86,7 @@ def make_checkpoint(path: Path, shape: str, device: torch.device) -> None:
     if config.tie_word_embeddings:
         del names["lm_head.weight"]
     _write(path, names, device)
+    shutil.copy(EMBEDDED / "tokenizer.json", path)  # texts do not matter, and requests have token ids
 
 
 def _write(path: Path, names: dict[str, torch.Size], device: torch.device) -> None:

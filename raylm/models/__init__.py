@@ -13,6 +13,8 @@ if TYPE_CHECKING:
     from raylm.models.elementwise import FP8 as FP8
     from raylm.models.elementwise import KVPlaces as KVPlaces
     from raylm.models.encoder import Encoder as Encoder
+    from raylm.models.gpu.dependent_launch import early as early
+    from raylm.models.gpu.dependent_launch import wait_for_previous as wait_for_previous
     from raylm.models.kv_scales import with_kv_scales as with_kv_scales
     from raylm.models.loader import load_model as load_model
     from raylm.models.loader import outline as outline
@@ -36,6 +38,7 @@ _MODULES = {
     "checkpoint_check": ("check_checkpoint",),
     "elementwise": ("FP8", "KVPlaces"),
     "encoder": ("Encoder",),
+    "gpu.dependent_launch": ("early", "wait_for_previous"),
     "kv_scales": ("with_kv_scales",),
     "loader": ("load_model", "outline", "resolve_dtype"),
     "lora": (

@@ -103,6 +103,12 @@ class CausalLM(nn.Module, ABC):
                 memory = torch.empty(parameter.shape, dtype=dtype, device=device)
                 setattr(module, name, nn.Parameter(memory, requires_grad=False))
 
+    def compile_for_one_row(self, device: torch.device) -> None:
+        """Compile the kernels of linear layers for one row, by a product of each. No profile run has such a step."""
+        for module in self.modules():
+            if isinstance(module, Linear):
+                module(torch.zeros(1, module.in_features, dtype=self.dtype, device=device))
+
     def targets(self) -> dict[str, Tensor]:
         """The names of weights, and the memory that they are loaded into."""
         return {name: target for name, target in self._weights() if name not in self.redundant}

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Callable, Iterator, Mapping
+from contextlib import suppress
 from functools import partial
 
 import torch
@@ -24,6 +25,10 @@ KernelFactory = Callable[[Weight, Tensor | None], LinearKernel]
 # Kernels for 4-bit weights by device, besides the native kernels for CPUs. Other devices are not supported.
 INT4_LINEARS = Family[Callable[[Int4Weight, Tensor | None], LinearKernel]]({
     "cuda": "raylm.models.gpu.int4:Int4Linear",
+})  # fmt: skip
+# Kernels for plain weights by device. Other devices use torch's product.
+DENSE_LINEARS = Family[Callable[[Tensor, Tensor | None], LinearKernel]]({
+    "cuda": "raylm.models.gpu.row_product:RowLinear",
 })  # fmt: skip
 
 
@@ -165,6 +170,9 @@ def dense(weight: Weight, bias: Tensor | None) -> LinearKernel:
     if isinstance(weight, Int4Weight) and weight.values.device.type in INT4_LINEARS:
         return INT4_LINEARS[weight.values.device.type](weight, bias)
     assert isinstance(weight, Tensor), "quantized weights need the native kernels"
+    if weight.device.type in DENSE_LINEARS and weight.dtype != torch.float32:
+        with suppress(ModuleNotFoundError):  # without triton; select_elementwise logs it
+            return DENSE_LINEARS[weight.device.type](weight, bias)
     return lambda x: F.linear(x, weight, bias)
 
 

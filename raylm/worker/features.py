@@ -49,6 +49,9 @@ class AsyncDecode:
 
     has_deferred = False
 
+    def compile_at_start(self, vocab_size: int) -> None:
+        """Compile the kernels that draw tokens."""
+
     def add(self, row: int) -> None:
         """The row belongs to another sequence from now on."""
 

@@ -148,6 +148,7 @@ class ModuleForward(Forward):
         self._backend.compile_all([(spec, self._kv_caches[spec.layer]) for spec in specs], self._model.dtype)
         if self._low_rank is not None:
             self._low_rank.compile_all()
+        self._model.compile_for_one_row(self._kv_caches[0].device)
 
     def logits(self, hidden: Tensor) -> Tensor:
         return self._model.logits(hidden)

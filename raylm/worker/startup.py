@@ -129,6 +129,7 @@ def start_runner(config: Config, rendezvous: Rendezvous | None = None) -> tuple[
     if device.type == "cuda":
         with stage("compile kernels"):
             runner.forward.compile_at_start()
+            runner.async_decode.compile_at_start(loaded.model.vocab_size)
     if runner.forward.captures:
         with stage("capture CUDA graphs"):
             runner.forward.capture_at_start()
@@ -178,10 +179,10 @@ def _load(config: Config, device: torch.device, ranks: Ranks, most_threads: int)
     checkpoint = resolve(config.model, config.revision)
     dtype = resolve_dtype(checkpoint, config.dtype, device)
     block_size, on_gpu = block_size_of(config, device), device.type == "cuda"
-    fp8 = config.cache.dtype == "fp8"
+    fp8, attention = config.cache.dtype == "fp8", config.engine.attention_backend
     if fp8:  # check support before reading the weights
         specs = outline(checkpoint, dtype, device, config.quantization).attention_specs
-        select_backend(with_kv_scales(specs, checkpoint), dtype, device, block_size, fp8=True)
+        select_backend(with_kv_scales(specs, checkpoint), dtype, device, block_size, fp8=True, asked=attention)
     free = torch.cuda.mem_get_info(device)[0] if on_gpu else available_memory()
     try:
         model, weights_bytes = load_model(checkpoint, dtype, device, config.quantization, ranks)
@@ -194,7 +195,7 @@ def _load(config: Config, device: torch.device, ranks: Ranks, most_threads: int)
     torch.set_num_threads(threads)
     if not on_gpu:
         use_threads(threads)
-    backend = select_backend(model.attention_specs, dtype, device, block_size, fp8=fp8)
+    backend = select_backend(model.attention_specs, dtype, device, block_size, fp8=fp8, asked=attention)
     if fp8:
         model.attention_specs = with_kv_scales(model.attention_specs, checkpoint)
     grammars = Grammars(checkpoint.path, checkpoint.eos_token_ids, model.vocab_size)  # reads the vocabulary on a thread

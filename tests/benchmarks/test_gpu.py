@@ -31,23 +31,11 @@ sys.meta_path.insert(0, Blocked())
 def test_it_runs_on_a_cpu_and_without_ray(tmp_path: Path) -> None:
     (tmp_path / "sitecustomize.py").write_text(BLOCKED)
     out = tmp_path / "results"
-    command = [
-        "--device",
-        "cpu",
-        "--shape",
-        "tiny",
-        "--batch",
-        "1",
-        "3",
-        "--context",
-        "40",
-        "--prefill",
-        "64",
-        "--num-stages",
-        "3",
-    ]
+    command = (
+        "--device cpu --shape tiny --batch 1 3 --context 40 --prefill 64 --num-stages 3 --requests 5 --engines raylm"
+    )
     done = subprocess.run(
-        [sys.executable, "-m", "benchmarks.gpu", *command, "--steps", "3", "--out", str(out)],
+        [sys.executable, "-m", "benchmarks.gpu", *command.split(), "--steps", "3", "--out", str(out)],
         cwd=ROOT,
         env=os.environ | {"PYTHONPATH": f"{tmp_path}{os.pathsep}{ROOT}"},
         capture_output=True,
@@ -68,8 +56,9 @@ def test_it_runs_on_a_cpu_and_without_ray(tmp_path: Path) -> None:
     assert three["floor_ms"] - one["floor_ms"] == pytest.approx(2 * 10_240 / device["GB_s"] / 1e6, rel=1e-6)
     assert one["share"] == pytest.approx(one["floor_ms"] / one["eager_ms"])
     assert prompt["tok_s"] == pytest.approx(64e3 / prompt["ms"])
-    mixed, theirs, (vllm,) = rest[:2], rest[2:4], rest[4:]
+    mixed, offline, theirs, (vllm,) = rest[:2], rest[2], rest[3:5], rest[5:]
     assert [(row["mixed"], row["batch"]) for row in mixed] == [(64, 1), (64, 3)]
+    assert (offline["requests"], offline["engine"], offline["wrong"]) == (5, "raylm", 0)
     assert [row["batch"] for row in theirs] == [1, 3]
     assert all("transformers_ms" in row for row in theirs)
     assert vllm["left_out"] == "vllm is not installed"  # nor is it by `make test`

@@ -8,6 +8,7 @@ from torch import Tensor
 
 from raylm.models.elementwise import Angles, Elementwise, HeadWeights, KVPlaces
 from raylm.models.gpu import kernels
+from raylm.models.gpu.dependent_launch import early
 
 _INNER = 1024  # columns of one program of silu_and_mul
 _HEADS = 8  # heads of one program of rotate_and_write
@@ -24,7 +25,7 @@ class TritonElementwise(Elementwise):
         if tokens:
             kernels.add_rms_norm[tokens,](
                 x, delta, weight, out, size, eps,
-                HAS_DELTA=delta is not None, WIDTH=width, num_warps=max(1, min(16, width // 512)),
+                HAS_DELTA=delta is not None, WIDTH=width, num_warps=max(1, min(16, width // 512)), **early(x.device),
             )  # fmt: skip
         return x, out
 
@@ -32,7 +33,9 @@ class TritonElementwise(Elementwise):
         tokens, size = len(gate_up), gate_up.shape[1] // 2
         out = gate_up.new_empty(tokens, size)
         if tokens:
-            kernels.silu_and_mul[tokens, triton.cdiv(size, _INNER)](gate_up, out, size, WIDTH=_INNER)
+            kernels.silu_and_mul[tokens, triton.cdiv(size, _INNER)](
+                gate_up, out, size, WIDTH=_INNER, **early(out.device)
+            )
         return out
 
     def rotate_and_write(self, qkv: Tensor, angles: Angles, norm: HeadWeights | None, places: KVPlaces) -> Tensor:
@@ -45,5 +48,6 @@ class TritonElementwise(Elementwise):
                 q, places.keys, places.values, places.slots, 1.0 / places.key_scale, 1.0 / places.value_scale,
                 rows - 2 * kv_heads, kv_heads, head_dim // 2,
                 HAS_NORM=norm is not None, HEADS=_HEADS, WIDTH=triton.next_power_of_2(head_dim // 2),
+                **early(q.device),
             )  # fmt: skip
         return q

@@ -9,6 +9,8 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
+from raylm.models.gpu.dependent_launch import wait_for_previous
+
 
 @triton.jit
 def add_rms_norm(
@@ -20,11 +22,14 @@ def add_rms_norm(
     eps: tl.tensor,
     HAS_DELTA: tl.constexpr,
     WIDTH: tl.constexpr,
+    EARLY: tl.constexpr,
 ) -> None:
     """``x`` (tokens, size) += ``delta``. ``out`` is its root-mean-square norm times ``weight``."""
     at = tl.arange(0, WIDTH)
     there = at < size
     places = tl.program_id(0).to(tl.int64) * size + at
+    factor = tl.load(weight + at, mask=there, other=0.0).to(tl.float32)
+    wait_for_previous(EARLY)
     value = tl.load(x + places, mask=there, other=0.0)
     if HAS_DELTA:
         # Rounded like torch, so that the norm's input equals the value that later layers add to.
@@ -32,13 +37,14 @@ def add_rms_norm(
         tl.store(x + places, value, mask=there)
     wide = value.to(tl.float32)
     scale = 1.0 / tl.sqrt(tl.sum(wide * wide) / size + eps)
-    normed = wide * scale * tl.load(weight + at, mask=there, other=0.0).to(tl.float32)
+    normed = wide * scale * factor
     tl.store(out + places, normed.to(value.dtype), mask=there)
 
 
 @triton.jit
-def silu_and_mul(gate_up: tl.tensor, out: tl.tensor, size: tl.tensor, WIDTH: tl.constexpr) -> None:
+def silu_and_mul(gate_up: tl.tensor, out: tl.tensor, size: tl.tensor, WIDTH: tl.constexpr, EARLY: tl.constexpr) -> None:
     """``gate_up`` (tokens, 2 * size) -> silu of the first half times the second half."""
+    wait_for_previous(EARLY)
     token = tl.program_id(0).to(tl.int64)
     at = tl.program_id(1) * WIDTH + tl.arange(0, WIDTH)
     there = at < size
@@ -93,12 +99,14 @@ def rotate_and_write(
     HAS_NORM: tl.constexpr,
     HEADS: tl.constexpr,
     WIDTH: tl.constexpr,
+    EARLY: tl.constexpr,
 ) -> None:
     """Normalize and rotate HEADS rows of a token's ``qkv`` (tokens, rows, 2 * half), and write them; values unchanged.
 
     ``cos`` and ``sin`` are (tokens, half), ``weight`` (num_heads + num_kv_heads, 2 * half). Values written to fp8 pools
     are multiplied by the factors.
     """
+    wait_for_previous(EARLY)
     token = tl.program_id(0).to(tl.int64)
     rows = num_heads + 2 * num_kv_heads
     row = tl.program_id(1) * HEADS + tl.arange(0, HEADS)[:, None]

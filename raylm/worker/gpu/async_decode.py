@@ -23,7 +23,7 @@ from raylm.worker.gpu.device_bad_words import DeviceBadWords
 from raylm.worker.gpu.device_logprobs import DeviceLogprobs, LogprobsOnTheirWay
 from raylm.worker.gpu.device_masks import DeviceMasks
 from raylm.worker.gpu.device_penalties import DevicePenalties
-from raylm.worker.gpu.device_sampler import SamplingUploads, draw
+from raylm.worker.gpu.device_sampler import Peaks, SamplingUploads, sampler_for
 from raylm.worker.input_batch import InputBatch
 from raylm.worker.input_buffers import Column, InputBuffers
 from raylm.worker.sampling.logits_processors import BadWords, LogitsProcessor, Penalties
@@ -119,6 +119,7 @@ class GPUAsyncDecode(AsyncDecode):
     def __init__(self, limits: StepLimits, device: torch.device) -> None:
         self._buffers = InputBuffers(limits, device), InputBuffers(limits, device)
         self._device, max_num_seqs = device, limits.max_num_seqs
+        self._sampler = sampler_for(device)
         self._last = torch.zeros(max_num_seqs, dtype=torch.int64, device=device)
         self._sampling = [SamplingUploads(max_num_seqs, device) for _ in self._buffers]
         self._rows = [Column((2, max_num_seqs), torch.int64, device) for _ in self._buffers]
@@ -136,6 +137,9 @@ class GPUAsyncDecode(AsyncDecode):
         self._newest = np.full(max_num_seqs, -1, np.int64)  # the step in progress that draws the row's last token
         self._turn, self.has_deferred = 0, False
         self._before: StepTimes | None = None  # of the last launched step
+
+    def compile_at_start(self, vocab_size: int) -> None:
+        self._sampler.compile_all(vocab_size, self._device)
 
     def add(self, row: int) -> None:
         self._owners[row] += 1
@@ -168,12 +172,12 @@ class GPUAsyncDecode(AsyncDecode):
         owners = self._owners[step.rows]
         asked = self._logprobs.asked(step.rows, owners, batch)
         raw = self._logprobs.keep(logits) if asked is not None else logits
-        peaks = [logits.amax(dim=1)]
+        peaks = [self._sampler.peaks(logits)]
         changes = self._process(logits, step.rows, batch)
         if changes is not None:
-            peaks.append(logits.amax(dim=1))
+            peaks.append(self._sampler.peaks(logits))
         late, reasons = changes or ([], {})
-        drawn = self._draw(logits, step, batch)
+        drawn = self._draw(logits, peaks[-1], step, batch)
         for follower in self._followers.values():
             follower.count(drawn)
         self._last[rows] = drawn
@@ -182,7 +186,7 @@ class GPUAsyncDecode(AsyncDecode):
         token_ids, maxima = self._tokens[self._turn][:count], self._peaks[self._turn][: len(peaks), :count]
         token_ids.copy_(drawn, non_blocking=True)
         for place, peak in zip(maxima, peaks, strict=True):
-            place.copy_(peak, non_blocking=True)
+            place.copy_(peak.values, non_blocking=True)
         done = None
         if self._device.type == "cuda":
             done = torch.cuda.Event()  # type: ignore[no-untyped-call]
@@ -239,12 +243,12 @@ class GPUAsyncDecode(AsyncDecode):
         if restrictions:
             self._masks[self._turn].apply(logits, restrictions)
 
-    def _draw(self, logits: Tensor, step: StepBatch, batch: InputBatch) -> Tensor:
+    def _draw(self, logits: Tensor, peaks: Peaks, step: StepBatch, batch: InputBatch) -> Tensor:
         sampling = batch.sampling[step.rows]
         if not (sampling["temperature"] > 0).any():
-            return logits.argmax(dim=1)
+            return peaks.tokens
         columns = self._sampling[self._turn].upload(sampling, batch.num_tokens[step.rows], batch.vocab_size)
-        return draw(logits, columns)
+        return self._sampler.draw(logits, peaks, columns)
 
     def settle(self, batch: InputBatch) -> None:
         while self._under_way:

@@ -8,6 +8,7 @@ order. A token differs from the host's only if two tokens are equal within round
 from __future__ import annotations
 
 from dataclasses import dataclass, replace
+from importlib.util import find_spec
 
 import numpy as np
 import torch
@@ -24,6 +25,8 @@ _GAMMA = 0x9E3779B97F4A7C15 - 2**64
 _MULTIPLIER_1 = 0xBF58476D1CE4E5B9 - 2**64
 _MULTIPLIER_2 = 0x94D049BB133111EB - 2**64
 
+_CHUNK = 4096  # logits of one program that finds the largest
+_GROUPS = 4  # groups of one program of the first race
 _ROWS_AT_ONCE = 32  # bounds temporary memory: several 64-bit numbers for each token of the vocabulary
 _DIGITS = ((21, 11), (10, 11), (0, 10))  # (shift, bits) of the 32 bits of a float32, highest first
 _UNIT = 2.0**40  # weights are multiplied by this and summed as integers: 2^18 of them stay below 2^63
@@ -73,30 +76,111 @@ class SamplingUploads:
         return SamplingColumns(temperature, top_p, min_p, top_k, states, *(bool(rows.any()) for rows in asked))
 
 
-def draw(logits: Tensor, columns: SamplingColumns) -> Tensor:
-    """Draw the next tokens (rows,) int64 from float32 ``logits`` (rows, vocab_size); greedy at temperature 0."""
-    pieces = slices(len(logits), _ROWS_AT_ONCE)
-    return torch.cat([_draw(logits[part], columns.take(part)) for part in pieces])
+@dataclass(frozen=True, slots=True)
+class Peaks:
+    """The largest logit of each row, (rows,) float32, and the first token that has it, (rows,) int64.
+
+    A row with NaN has NaN, and any token.
+    """
+
+    values: Tensor
+    tokens: Tensor
 
 
-def _draw(logits: Tensor, columns: SamplingColumns) -> Tensor:
-    greedy = columns.temperature == 0
-    temperature = columns.temperature.masked_fill(greedy, 1.0)[:, None]
-    peak = logits.amax(dim=1, keepdim=True)
-    weights = logits.sub(peak).mul_(1 / temperature.float()).exp_()
-    if columns.by_min_p or columns.by_top_k or columns.by_top_p:
-        weights = truncate(logits, weights, columns)
-    missing = -weights.shape[1] % GROUP
-    grouped = functional.pad(weights, (0, missing)).view(len(logits), -1, GROUP)
-    indexes = torch.arange(grouped.shape[1], device=logits.device) + GROUP_INDEX
-    group = (grouped.sum(dim=2).double() / exponentials(columns.states, indexes)).argmax(dim=1)[:, None]
-    ids = group * GROUP + torch.arange(GROUP, device=logits.device)
-    places = ids.clamp(max=logits.shape[1] - 1)
-    kept = (weights.gather(1, places) > 0) & (ids < logits.shape[1])
-    exact = ((logits.gather(1, places).double() - peak) / temperature).exp_()
-    scores = torch.where(kept, exact, 0.0) / exponentials(columns.states, ids)
-    drawn = ids.gather(1, scores.argmax(dim=1, keepdim=True))[:, 0]
-    return torch.where(greedy, logits.argmax(dim=1), drawn)
+class DeviceSampler:
+    """Finds the largest logits, and draws tokens, with torch's operations."""
+
+    def compile_all(self, vocab_size: int, device: torch.device) -> None:
+        """Compile the kernels for a vocabulary."""
+
+    def peaks(self, logits: Tensor) -> Peaks:
+        """Of float32 ``logits`` (rows, vocab_size)."""
+        return Peaks(*logits.max(dim=1))
+
+    def draw(self, logits: Tensor, peaks: Peaks, columns: SamplingColumns) -> Tensor:
+        """Draw the next tokens (rows,) int64 from float32 ``logits`` (rows, vocab_size); greedy at temperature 0."""
+        pieces = slices(len(logits), _ROWS_AT_ONCE)
+        found = [(logits[part], Peaks(peaks.values[part], peaks.tokens[part]), columns.take(part)) for part in pieces]
+        return torch.cat([self._race(*piece, _kept_weights(piece[0], piece[1], piece[2])) for piece in found])
+
+    def _race(self, logits: Tensor, peaks: Peaks, columns: SamplingColumns, kept: Tensor | None) -> Tensor:
+        greedy, temperature, peak = columns.temperature == 0, _heat(columns), peaks.values[:, None]
+        weights = _weights(logits, peaks, columns) if kept is None else kept
+        missing = -weights.shape[1] % GROUP
+        grouped = functional.pad(weights, (0, missing)).view(len(logits), -1, GROUP)
+        indexes = torch.arange(grouped.shape[1], device=logits.device) + GROUP_INDEX
+        group = (grouped.sum(dim=2).double() / exponentials(columns.states, indexes)).argmax(dim=1)[:, None]
+        ids = group * GROUP + torch.arange(GROUP, device=logits.device)
+        places = ids.clamp(max=logits.shape[1] - 1)
+        possible = (weights.gather(1, places) > 0) & (ids < logits.shape[1])
+        exact = ((logits.gather(1, places).double() - peak) / temperature).exp_()
+        scores = torch.where(possible, exact, 0.0) / exponentials(columns.states, ids)
+        drawn = ids.gather(1, scores.argmax(dim=1, keepdim=True))[:, 0]
+        return torch.where(greedy, peaks.tokens, drawn)
+
+
+class TritonSampler(DeviceSampler):
+    """With four launches (``sampling_kernels``): two read all logits, two merge the results."""
+
+    def compile_all(self, vocab_size: int, device: torch.device) -> None:
+        logits = torch.zeros(1, vocab_size, device=device)
+        peaks, floats = self.peaks(logits), torch.zeros(1, dtype=torch.float64, device=device)
+        columns = SamplingColumns(floats, floats, floats, peaks.tokens, peaks.tokens, False, False, False)
+        for kept in (None, logits):
+            self._race(logits, peaks, columns, kept)
+
+    def peaks(self, logits: Tensor) -> Peaks:
+        from raylm.worker.gpu import sampling_kernels
+
+        (rows, vocab_size), chunks = logits.shape, -(-logits.shape[1] // _CHUNK)
+        values, places = logits.new_empty(rows, chunks), logits.new_empty(rows, chunks, dtype=torch.int32)
+        found = Peaks(logits.new_empty(rows), logits.new_empty(rows, dtype=torch.int64))
+        sampling_kernels.find_peaks[rows, chunks](logits, values, places, logits.stride(0), vocab_size, CHUNK=_CHUNK)
+        width = 1 << (chunks - 1).bit_length()
+        sampling_kernels.merge_peaks[rows,](
+            values, places, found.values, found.tokens, chunks, vocab_size, WIDTH=width, num_warps=1
+        )
+        return found
+
+    def _race(self, logits: Tensor, peaks: Peaks, columns: SamplingColumns, kept: Tensor | None) -> Tensor:
+        from raylm.worker.gpu import sampling_kernels
+
+        (rows, vocab_size), groups = logits.shape, -(-logits.shape[1] // GROUP)
+        scores = logits.new_empty(rows, groups, dtype=torch.float64)
+        tokens = torch.empty_like(peaks.tokens)
+        sizes, weights = (logits.stride(0), vocab_size, groups), logits if kept is None else kept
+        by_row = columns.temperature.contiguous(), columns.states.contiguous()
+        sampling_kernels.race_groups[rows, -(-groups // _GROUPS)](
+            logits, weights, peaks.values, *by_row, scores, *sizes, GROUP_INDEX,
+            HAS_WEIGHTS=kept is not None, GROUP=GROUP, GROUPS=_GROUPS,
+        )  # fmt: skip
+        sampling_kernels.race_tokens[rows,](
+            logits, weights, peaks.values, peaks.tokens, *by_row, scores, tokens, *sizes,
+            HAS_WEIGHTS=kept is not None, GROUP=GROUP, WIDTH=1 << (groups - 1).bit_length(),
+        )  # fmt: skip
+        return tokens
+
+
+def sampler_for(device: torch.device) -> DeviceSampler:
+    """The sampler of a device: with kernels where there is Triton."""
+    return TritonSampler() if device.type == "cuda" and find_spec("triton") is not None else DeviceSampler()
+
+
+def _heat(columns: SamplingColumns) -> Tensor:
+    """Temperatures (rows, 1), 1 for greedy rows."""
+    return columns.temperature.masked_fill(columns.temperature == 0, 1.0)[:, None]
+
+
+def _weights(logits: Tensor, peaks: Peaks, columns: SamplingColumns) -> Tensor:
+    """Unnormalized probabilities (rows, vocab_size); the largest is 1."""
+    return logits.sub(peaks.values[:, None]).mul_(1 / _heat(columns).float()).exp_()
+
+
+def _kept_weights(logits: Tensor, peaks: Peaks, columns: SamplingColumns) -> Tensor | None:
+    """The weights, 0 for tokens that min_p, top_k or top_p drop; None if no row uses these."""
+    if not (columns.by_min_p or columns.by_top_k or columns.by_top_p):
+        return None
+    return truncate(logits, _weights(logits, peaks, columns), columns)
 
 
 def nth_output(states: Tensor, index: Tensor) -> Tensor:

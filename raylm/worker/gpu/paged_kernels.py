@@ -10,6 +10,8 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
+from raylm.models import wait_for_previous
+
 _LOG2_E: tl.constexpr = tl.constexpr(1.4426950408889634)
 
 
@@ -39,6 +41,7 @@ def attend(
     KEYS: tl.constexpr,
     BLOCK: tl.constexpr,
     DIM: tl.constexpr,
+    EARLY: tl.constexpr,
 ) -> None:
     """Attention of ROWS queries of a sequence's key-value head to one of SPLITS parts of their keys.
 
@@ -54,9 +57,6 @@ def attend(
     is_column = column < head_dim
     place = (seq.to(tl.int64) * queries + query) * num_kv_heads * group + kv_head * group + row % group
     is_row = query < queries
-    rows = tl.load(
-        q + place[:, None] * head_dim + column[None, :], mask=is_row[:, None] & is_column[None, :], other=0.0
-    )
     length = tl.load(lengths + seq)
     position = length - queries + query
     first = tl.program_id(0) * ROWS // group
@@ -67,6 +67,10 @@ def attend(
         begin = tl.maximum(length - queries + first - window + 1, 0) // KEYS * KEYS
     share = tl.cdiv(tl.cdiv(end - begin, KEYS), SPLITS) * KEYS
     low = begin + tl.program_id(2) * share
+    wait_for_previous(EARLY)  # for the queries and the newest keys; the lengths and tables are older
+    rows = tl.load(
+        q + place[:, None] * head_dim + column[None, :], mask=is_row[:, None] & is_column[None, :], other=0.0
+    )
     peak = tl.full([ROWS], float("-inf"), tl.float32)
     total = tl.zeros([ROWS], tl.float32)
     mixed = tl.zeros([ROWS, DIM], tl.float32)
@@ -112,8 +116,10 @@ def merge(
     head_dim: tl.tensor,
     SPLITS: tl.constexpr,
     DIM: tl.constexpr,
+    EARLY: tl.constexpr,
 ) -> None:
     """Merge the results of the splits of ``attend`` for one row of ``out`` (num_rows, head_dim)."""
+    wait_for_previous(EARLY)
     row = tl.program_id(0).to(tl.int64)
     split, column = tl.arange(0, SPLITS), tl.arange(0, DIM)
     place = split.to(tl.int64) * num_rows + row

@@ -18,7 +18,7 @@ HEAD_DIMS = frozenset({16, 32, 64, 128, 256, 512})
 _BLOCK_POINTERS_UNTIL = (3, 9)
 CAPABILITY = (8, 0)
 _MOST_SPLITS = 64
-_TOKENS_A_SPLIT = 128
+_TOKENS_A_SPLIT = 64
 # Default without a GPU, for example in Triton's interpreter: the number of an A100.
 _PROCESSORS = 108
 _ROWS = 128  # queries times heads that one program holds against the keys it reads
@@ -111,7 +111,7 @@ def tile_of(rows: int, head_dim: int, block_size: int, major: int) -> Tile:
         return Tile(16, block_size, 4) if rows <= 16 else Tile(32, min(32, block_size), 4)
     held = min(_ROWS, max(16, 1 << (rows - 1).bit_length()))
     crowded = held == _ROWS and head_dim == _WIDE_HEAD and major not in (_HOPPER, _BLACKWELL)
-    return Tile(held, min(32 if crowded else 64, block_size), {16: 2, _ROWS: 8}.get(held, 4))
+    return Tile(held, min(32 if crowded else 64, block_size), 8 if held == _ROWS else 4)
 
 
 class SharedKernel:
@@ -175,7 +175,7 @@ def queries_per_tile(spec: AttentionSpec) -> int:
 
 
 def num_splits(programs: int, tokens: int, processors: int) -> int:
-    """The number of splits, a power of two: enough to occupy the GPU twice, each of at least 128 tokens."""
+    """The number of splits, a power of two: enough to occupy the GPU twice, each of at least 64 tokens."""
     splits = 1
     while 2 * splits <= min(_MOST_SPLITS, tokens // _TOKENS_A_SPLIT) and splits * programs < 2 * processors:
         splits *= 2

@@ -29,6 +29,7 @@ class PagedAttention:
         """``q`` (B * queries, num_heads, head_dim), ``keys`` and ``values`` (slots, num_kv_heads, head_dim) -> as q."""
         import triton
 
+        from raylm.models import early
         from raylm.worker.gpu import paged_kernels
 
         tables, count, group = pages.block_tables, len(pages.lengths), spec.num_heads // spec.num_kv_heads
@@ -46,10 +47,12 @@ class PagedAttention:
             group, spec.num_kv_heads, spec.head_dim, tables.stride(0), num_rows,
             HAS_SOFTCAP=spec.softcap is not None, HAS_WINDOW=spec.sliding_window is not None, SPLITS=splits,
             ROWS=tile.rows, KEYS=tile.keys, BLOCK=self._block_size, DIM=width,
-            num_warps=tile.warps, num_stages=tile.stages,
+            num_warps=tile.warps, num_stages=tile.stages, **early(q.device),
         )  # fmt: skip
         if splits > 1:
-            paged_kernels.merge[num_rows,](parts, sums, out, num_rows, spec.head_dim, SPLITS=splits, DIM=width)
+            paged_kernels.merge[num_rows,](
+                parts, sums, out, num_rows, spec.head_dim, SPLITS=splits, DIM=width, **early(q.device)
+            )
         return out
 
     def choice(

@@ -16,6 +16,7 @@ from triton.compiler.errors import CompilationError
 
 from raylm.models import FP8, AttentionSpec
 from raylm.models.elementwise import HeadWeights, KVPlaces
+from raylm.models.gpu import elementwise, row_product
 from raylm.models.gpu.elementwise import TritonElementwise
 from raylm.models.gpu.experts import TritonExperts
 from raylm.models.gpu.fp8 import Fp8BlocksLinear, round_rows
@@ -25,6 +26,7 @@ from raylm.models.linear import Linear, dense
 from raylm.models.lora import AdapterLimits
 from raylm.native import Int4Weight
 from raylm.worker.attention import AttentionMetadata, StepLimits
+from raylm.worker.gpu.device_sampler import SamplingColumns, TritonSampler
 from raylm.worker.gpu.split_k import Pages, SplitK, queries_per_tile
 from raylm.worker.gpu.tiled import TiledBackend
 from raylm.worker.gpu.triton_attention import Fp8PagedAttention, Fp8TritonBackend, PagedAttention, TritonBackend
@@ -36,6 +38,7 @@ pytestmark = pytest.mark.filterwarnings(
     "ignore:tl.make_block_ptr is deprecated",
 )
 
+CPU = torch.device("cpu")
 SPILLED = 16  # bytes that are no loss
 PROMPT, DECODE = 16, 64  # sequences, or tiles of a prompt
 
@@ -204,6 +207,43 @@ def test_elementwise_kernels(capability: tuple[int, int], tmp_path: Path) -> Non
         assert kernel.spilled == 0, kernel
         assert kernel.shared <= SHARED[capability]
         assert "ld.global.v" in kernel.ptx, f"{kernel.name} loads one number at a time"
+
+
+def test_kernels_for_one_row_and_for_draws(
+    capability: tuple[int, int], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Of Llama-3.1-8B. From Hopper on they begin while the kernel before ends, and wait for it where they need it."""
+    begins = {"EARLY": True, "launch_pdl": True} if capability >= (9, 0) else {"EARLY": False}
+    monkeypatch.setattr(row_product, "early", lambda device: begins)
+    monkeypatch.setattr(elementwise, "early", lambda device: begins)
+    x, weight = torch.zeros(1, 4096, dtype=torch.bfloat16), torch.zeros(64, 4096, dtype=torch.bfloat16)
+    with compiling(capability, tmp_path) as waiting:
+        row_product.RowLinear(weight, None)(x)
+        TritonElementwise().add_rms_norm(x, x, weight[0], 1e-5)
+    with compiling(capability, tmp_path) as drawing:
+        TritonSampler().compile_all(128256, CPU)
+    assert [kernel.name for kernel in waiting] == ["multiply_row", "add_rms_norm"]
+    for kernel in (*waiting, *drawing):
+        assert kernel.spilled == 0, kernel
+        assert "ld.global.v" in kernel.ptx or kernel.name == "merge_peaks", f"{kernel.name} loads one number at a time"
+    for kernel in waiting:
+        assert ("griddepcontrol.wait" in kernel.ptx) == (capability >= (9, 0))
+
+
+def test_after_the_start_no_draw_compiles() -> None:
+    generator, most = torch.Generator().manual_seed(0), 40
+    with asking((9, 0)) as found:
+        TritonSampler().compile_all(128256, CPU)
+        at_start = set(found)
+        found.clear()
+        for count in (1, 2, 16, 33, most):
+            logits = torch.randn(count, 128256, generator=generator)
+            floats, integers = torch.ones(3, count, dtype=torch.float64), torch.ones(2, count, dtype=torch.int64)
+            for truncated in (False, True):
+                columns = SamplingColumns(*floats, *integers, truncated, False, False)
+                TritonSampler().draw(logits, TritonSampler().peaks(logits), columns)
+    assert {name for name, _ in found} == {"find_peaks", "merge_peaks", "race_groups", "race_tokens"}
+    assert found <= at_start
 
 
 @pytest.mark.parametrize("tokens", [8, 4096])

@@ -2,6 +2,10 @@
 
 from __future__ import annotations
 
+import os
+import subprocess
+import sys
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -13,11 +17,12 @@ from hypothesis import strategies as st
 from raylm.messages import NewSequence
 from raylm.params import SamplingParams
 from raylm.worker.gpu import device_sampler
-from raylm.worker.gpu.device_sampler import SamplingUploads, descend, draw
+from raylm.worker.gpu.device_sampler import DeviceSampler, SamplingUploads, TritonSampler, descend
 from raylm.worker.input_batch import InputBatch
 from raylm.worker.sampling import draw as host
 from raylm.worker.sampling.sampler import Sampler
 
+ROOT = Path(__file__).parents[3]
 CPU = torch.device("cpu")
 BITS = st.integers(-(2**63), 2**63 - 1)
 
@@ -32,15 +37,18 @@ def test_the_random_bits_are_the_hosts(states: list[int], index: list[int]) -> N
     assert np.allclose(times, host.exponentials(columns.view(np.uint64), places), rtol=1e-14)
 
 
-def both(logits: torch.Tensor, params: list[SamplingParams], length: int = 3) -> tuple[list[int], list[int]]:
+def both(
+    logits: torch.Tensor, params: list[SamplingParams], sampler: DeviceSampler | None = None
+) -> tuple[list[int], list[int]]:
     """What the host and the device draw from rows of logits."""
+    sampler, length = sampler or DeviceSampler(), 3
     batch = InputBatch(len(params), 64, 16, logits.shape[1])
     for at, wish in enumerate(params):
         batch.add(NewSequence(at, [1] * (length + at % 4), length, [0], wish, seed=1000 * at + 7))
     rows = np.arange(len(params))
     wanted = Sampler().sample(logits.clone(), rows, batch).token_ids
     columns = SamplingUploads(len(params), CPU).upload(batch.sampling[rows], batch.num_tokens[rows], logits.shape[1])
-    return wanted.tolist(), draw(logits.clone(), columns).tolist()
+    return wanted.tolist(), sampler.draw(logits, sampler.peaks(logits), columns).tolist()
 
 
 WISHES: list[dict[str, Any]] = [
@@ -102,3 +110,19 @@ def test_other_random_numbers_would_be_seen(monkeypatch: pytest.MonkeyPatch) -> 
     monkeypatch.setattr(device_sampler, "_MULTIPLIER_1", device_sampler._MULTIPLIER_1 + 2)
     wanted, got = both(torch.randn(8, 512, generator=torch.Generator().manual_seed(3)), [SamplingParams()] * 8)
     assert got != wanted
+
+
+def test_the_kernels_in_tritons_interpreter() -> None:
+    """The interpreter is chosen for a whole process."""
+    env = os.environ | {"TRITON_INTERPRET": "1", "PYTHONPATH": str(ROOT)}
+    command = [sys.executable, "-m", "pytest", "-p", "no:cacheprovider", "tests/worker/gpu/interpreted_sampler.py"]
+    done = subprocess.run(command, cwd=ROOT, env=env, capture_output=True, text=True)
+    assert done.returncode == 0, done.stdout[-6000:] + done.stderr[-2000:]
+    assert " passed" in done.stdout
+
+
+def test_without_triton_torch_draws(monkeypatch: pytest.MonkeyPatch) -> None:
+    assert type(device_sampler.sampler_for(torch.device("cuda"))) is TritonSampler
+    assert type(device_sampler.sampler_for(CPU)) is DeviceSampler
+    monkeypatch.setattr(device_sampler, "find_spec", lambda name: None)
+    assert type(device_sampler.sampler_for(torch.device("cuda"))) is DeviceSampler

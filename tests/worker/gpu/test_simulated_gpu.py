@@ -1,8 +1,9 @@
-"""The worker's CUDA path on a simulated GPU: graphs, async decode and xformers' padding give transformers' tokens."""
+"""The worker's CUDA path on a simulated GPU: graphs, async decode and padding give transformers' tokens."""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
+from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any, ClassVar, Protocol
@@ -17,14 +18,17 @@ from raylm.checkpoint import Checkpoint
 from raylm.config import Config
 from raylm.models import AttentionSpec, load_model
 from raylm.models.elementwise import ELEMENTWISE, TORCH, Angles, Elementwise, HeadWeights, KVPlaces
+from raylm.models.linear import DENSE_LINEARS
 from raylm.params import SamplingParams
 from raylm.worker import startup
 from raylm.worker.forward import ModuleForward
-from raylm.worker.gpu import device_sampler, xformers
+from raylm.worker.gpu import async_decode, device_sampler, triton_attention
 from raylm.worker.gpu.device_logprobs import DeviceLogprobs
 from raylm.worker.gpu.device_penalties import DevicePenalties
+from raylm.worker.gpu.device_sampler import DeviceSampler, Peaks, SamplingColumns
 from raylm.worker.gpu.probe import probe
-from raylm.worker.gpu.split_k import Pages, SplitK
+from raylm.worker.gpu.split_k import Pages
+from raylm.worker.gpu.triton_attention import PagedAttention
 from raylm.worker.input_buffers import StepInputs
 from raylm.worker.model_runner import ModelRunner
 from raylm.worker.startup import start_runner
@@ -35,8 +39,8 @@ from tests.worker.gpu.test_async_decode import Life, blocks, eventful
 from tests.worker.test_worker_with_scheduler import NEW_TOKENS, PROMPTS, SHARING, serve
 
 
-def attend(self: SplitK, q: Tensor, keys: Tensor, values: Tensor, pages: Pages, spec: AttentionSpec) -> Tensor:
-    """What xformers' operator computes, by operations that torch has: nothing that lies behind a sequence is used."""
+def attend(self: PagedAttention, q: Tensor, keys: Tensor, values: Tensor, pages: Pages, spec: AttentionSpec) -> Tensor:
+    """What the kernel of attention computes, by torch's operations: nothing behind a sequence is used."""
     count, size, device = len(pages.lengths), self._block_size, q.device
     tables = F.pad(pages.block_tables, (0, 0, 0, count - len(pages.block_tables))).long()
     slots = (tables[:, :, None] * size + torch.arange(size, device=device)).flatten(1)
@@ -60,7 +64,9 @@ class Device(Protocol):
 def attends_on(device: Device) -> Callable[..., Tensor]:
     """``attend`` as one kernel."""
 
-    def launch(self: SplitK, q: Tensor, keys: Tensor, values: Tensor, pages: Pages, spec: AttentionSpec) -> Tensor:
+    def launch(
+        self: PagedAttention, q: Tensor, keys: Tensor, values: Tensor, pages: Pages, spec: AttentionSpec
+    ) -> Tensor:
         def run(q: Tensor, keys: Tensor, values: Tensor, tables: Tensor, lengths: Tensor) -> Tensor:
             return attend(self, q, keys, values, Pages(tables, lengths, pages.queries), spec)
 
@@ -86,6 +92,38 @@ class SimulatedKernels(Elementwise):
         return self.device.kernel(_rotate_and_write)(qkv, angles, weight, eps, *pools)  # type: ignore[no-any-return]
 
 
+class SimulatedLinear:
+    """One launch for any number of rows."""
+
+    device: ClassVar[Device]
+
+    def __init__(self, weight: Tensor, bias: Tensor | None) -> None:
+        self._weight, self._bias = weight, bias
+
+    def __call__(self, x: Tensor) -> Tensor:
+        return self.device.kernel(F.linear)(x, self._weight, self._bias)  # type: ignore[no-any-return]
+
+
+class SimulatedSampler(DeviceSampler):
+    """The kernels of a draw, with one launch for both passes of each."""
+
+    def __init__(self, device: Device) -> None:
+        self._device = device
+
+    def peaks(self, logits: Tensor) -> Peaks:
+        return Peaks(*self._device.kernel(lambda logits: tuple(logits.max(dim=1)))(logits))
+
+    def _race(self, logits: Tensor, peaks: Peaks, columns: SamplingColumns, kept: Tensor | None) -> Tensor:
+        names = "temperature", "top_p", "min_p", "top_k", "states"
+
+        def run(logits: Tensor, values: Tensor, tokens: Tensor, kept: Tensor | None, *each: Tensor) -> Tensor:
+            by_row = replace(columns, **dict(zip(names, each, strict=True)))
+            return DeviceSampler()._race(logits, Peaks(values, tokens), by_row, kept)
+
+        given = logits, peaks.values, peaks.tokens, kept, *(getattr(columns, name) for name in names)
+        return self._device.kernel(run)(*given)  # type: ignore[no-any-return]
+
+
 def _add_rms_norm(x: Tensor, delta: Tensor | None, weight: Tensor, eps: float) -> Tensor:
     if delta is not None:
         x.add_(delta)
@@ -99,15 +137,18 @@ def _rotate_and_write(qkv: Tensor, angles: Angles, weight: Tensor | None, eps: f
 
 @pytest.fixture
 def machine(gpu: Gpu, monkeypatch: pytest.MonkeyPatch) -> Iterator[Gpu]:  # noqa: F811
-    """The simulated GPU, with xformers on it, which takes float32 there too."""
+    """The simulated GPU, with RayLM's kernels on it, which take float32 there too."""
     equip(monkeypatch, gpu)
     yield gpu
     probe.cache_clear()
 
 
 def equip(patch: pytest.MonkeyPatch, device: Device) -> None:
-    patch.setattr(xformers, "refusals", lambda dtype, device: [])
-    patch.setattr(SplitK, "__call__", attends_on(device))
+    patch.setattr(triton_attention, "refusals", lambda dtype, device, capability: [])
+    patch.setattr(PagedAttention, "__call__", attends_on(device))
+    patch.setattr(async_decode, "sampler_for", lambda _: SimulatedSampler(device))
+    patch.setitem(DENSE_LINEARS._homes, "cuda", f"{__name__}:SimulatedLinear")
+    patch.setattr(SimulatedLinear, "device", device, raising=False)
     patch.setitem(ELEMENTWISE._homes, "cuda", f"{__name__}:SimulatedKernels")
     patch.setattr(SimulatedKernels, "device", device, raising=False)
     patch.setattr("raylm.worker.gpu.batch_buckets._NARROWEST", 32)
