@@ -5,7 +5,8 @@
 
 Where a case has several values of one metric, the bar ends at their median, and a line spans the least and the largest.
 Bars of ratios begin at 1, on a logarithmic axis. Questions of ``BY_CLIENTS`` are drawn as groups of bars, a group for
-each number of clients and a bar for each engine, and printed as a Markdown table of medians.
+each number of clients and a bar for each engine, and printed as a Markdown table of medians. Of ``BY_KERNEL`` a bar is
+a decoding step, cut into the parts that its kernels are.
 """
 
 from __future__ import annotations
@@ -20,12 +21,18 @@ from typing import Any
 from benchmarks.rows import Row, read
 
 RESULTS = Path(__file__).parent / "results"
-DRAWN = ("compare_chat",)
+DRAWN = ("compare_chat", "gpu")
 BY_CLIENTS = {  # question -> metrics that are drawn, with the titles of their panels
     "compare_chat": {
         "output": "Tokens per second (more is better)",
         "TTFT p50": "Time to first token, ms (less is better)",
     }
+}
+BY_KERNEL = ("gpu",)  # questions of which only the kernels of decoding steps are drawn, a stacked bar for each case
+_PARTS = {  # the first letters of kernels -> the part of a step that they are
+    ("nvjet", "cublasLt", "multiply_row"): "products",
+    ("_fwd_kernel_splitK", "_splitK_reduce", "attend", "merge"): "attention",
+    ("add_rms_norm", "silu_and_mul", "rotate_and_write"): "norms, activation, rotation",
 }
 _COLORS = ("#4477aa", "#bbbbbb", "#999999", "#ddaa77", "#77aa88")
 
@@ -52,6 +59,9 @@ def draw(rows: Sequence[Row], path: Path) -> None:
     """Draw the plot of one question."""
     if rows[0].question in BY_CLIENTS:
         draw_by_clients(rows, path)
+        return
+    if rows[0].question in BY_KERNEL:
+        draw_by_kernel(rows, path)
         return
     every = list(dict.fromkeys(row.metric for row in rows))
     metrics = [metric for metric in every if "ratio" in metric] or every
@@ -111,6 +121,39 @@ def draw_by_clients(rows: Sequence[Row], path: Path) -> None:
             axis.spines[["top", "right"]].set_visible(False)
             axis.set_title(title, fontsize=10)
         axes[0].legend(fontsize=8, frameon=False, loc="upper left")
+
+
+def by_kernel(rows: Sequence[Row]) -> dict[str, dict[str, float]]:
+    """Milliseconds of each part of a greedy decoding step by CUDA graphs, by case."""
+    found: dict[str, dict[str, float]] = {}
+    for row in rows:
+        if not (row.metric.startswith("kernel ") and "graphs, decode" in row.case):
+            continue
+        name = row.metric.removeprefix("kernel ")
+        part = next((part for starts, part in _PARTS.items() if name.startswith(starts)), "sampling, copies")
+        parts = found.setdefault(row.case, dict.fromkeys((*_PARTS.values(), "sampling, copies"), 0.0))
+        parts[part] += row.value / 1000
+    return found
+
+
+def draw_by_kernel(rows: Sequence[Row], path: Path) -> None:
+    """Draw a bar for each case, cut into the parts of the step."""
+    cases = by_kernel(rows)
+    with picture(
+        path,
+        1,
+        (11, 1.4 + 0.4 * len(cases)),
+        f"Kernels of a decoding step, ms; {rows[0].machine.partition(' (')[0]}, {rows[0].date}",
+    ) as axes:
+        done = [0.0] * len(cases)
+        for color, part in zip((_COLORS[0], *_COLORS[3:], _COLORS[1]), next(iter(cases.values())), strict=False):
+            taken = [parts[part] for parts in cases.values()]
+            axes[0].barh(range(len(cases)), taken, left=done, color=color, label=part)
+            done = [left + more for left, more in zip(done, taken, strict=True)]
+        axes[0].set_yticks(range(len(cases)), [case.replace("graphs, ", "") for case in cases], fontsize=8)
+        axes[0].invert_yaxis()
+        axes[0].spines[["top", "right"]].set_visible(False)
+        axes[0].legend(fontsize=8, frameon=False, ncols=4, loc="lower center", bbox_to_anchor=(0.5, 1))
 
 
 def _panel(axis: Any, rows: Sequence[Row], cases: Sequence[str]) -> None:

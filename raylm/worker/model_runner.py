@@ -54,6 +54,11 @@ class ModelRunner:
         self._prompt_logprobs: dict[int, int] = {}
         self._has_deferred = False
 
+    def compile_at_start(self, vocab_size: int) -> None:
+        """Compile the kernels that steps on a GPU may need in addition to those of the profile run."""
+        self.forward.compile_at_start()
+        self.async_decode.compile_at_start(vocab_size)
+
     def execute(self, plan: SchedulerOutput) -> ModelRunnerOutput:
         return self.launch(plan)()
 

@@ -128,8 +128,7 @@ def start_runner(config: Config, rendezvous: Rendezvous | None = None) -> tuple[
         _check_stages(workers, runner.forward)
     if device.type == "cuda":
         with stage("compile kernels"):
-            runner.forward.compile_at_start()
-            runner.async_decode.compile_at_start(loaded.model.vocab_size)
+            runner.compile_at_start(loaded.model.vocab_size)
     if runner.forward.captures:
         with stage("capture CUDA graphs"):
             runner.forward.capture_at_start()

@@ -1,1 +1,1 @@
-"""Code for GPUs: xformers' attention, CUDA graphs, asynchronous decoding."""
+"""Code for GPUs: attention over pages, CUDA graphs, asynchronous decoding."""

@@ -1,6 +1,6 @@
-"""Paged attention with RayLM's kernels. They have features that xformers lacks.
+"""Paged attention with RayLM's kernels, the first choice on GPUs.
 
-These are windows, soft capping, heads of 80 or 96, and fp8.
+They serve windows, soft capping, heads of 80 or 96 and fp8 too, which xformers lacks.
 """
 
 from __future__ import annotations

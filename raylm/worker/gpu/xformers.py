@@ -11,7 +11,7 @@ from raylm.worker.gpu.tiled import TiledBackend
 
 
 class XformersBackend(TiledBackend):
-    """Uses SplitK. TritonBackend supports most features that this backend lacks."""
+    """Uses SplitK. Serves heads of 512, or where ``engine.attention_backend`` asks for it."""
 
     name = "xformers"
     attention = SplitK
