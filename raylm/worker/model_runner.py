@@ -73,13 +73,22 @@ class ModelRunner:
             step = self.speculator.propose(step, self.batch)
             step = self.adapters.arrange(step)
             adapters = self.adapters.runs(step)
-            if step.seq_ids and self.async_decode.takes(step, self.batch):
+            if step.seq_ids and not self._reads_prompts(step) and self.async_decode.takes(step, self.batch):
                 return self.async_decode.launch(plan.step, step, self.batch, self.forward, adapters)
             waited = time.perf_counter()
             self.async_decode.settle(self.batch)
             started += time.perf_counter() - waited  # the wait belongs to earlier steps
             output = self._run(plan, step, adapters, started)
         return lambda: output
+
+    def _reads_prompts(self, step: StepBatch) -> bool:
+        """Whether the step's hidden states are read at tokens of prompts."""
+        if self.pooler.takes_part(step):
+            return True
+        if not self._prompt_logprobs:
+            return False
+        inside = step.computed < self.batch.num_prompt_tokens[step.rows] - 1
+        return any(step.seq_ids[place] in self._prompt_logprobs for place in np.flatnonzero(inside).tolist())
 
     def _run(
         self, plan: SchedulerOutput, step: StepBatch, adapters: Sequence[AdapterRun], started: float

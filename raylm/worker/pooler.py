@@ -34,6 +34,10 @@ class Pooler:
     def __init__(self) -> None:
         self._rows: dict[int, PooledPrompt] = {}
 
+    def takes_part(self, step: StepBatch) -> bool:
+        """Whether the step computes tokens of pooled prompts."""
+        return bool(self._rows) and any(seq_id in self._rows for seq_id in step.seq_ids)
+
     def add(self, new: NewSequence) -> None:
         if new.pooling is not None:
             self._rows[new.seq_id] = PooledPrompt(new.pooling)

@@ -25,7 +25,7 @@ from raylm.worker.gpu.device_masks import DeviceMasks
 from raylm.worker.gpu.device_penalties import DevicePenalties
 from raylm.worker.gpu.device_sampler import Peaks, SamplingUploads, sampler_for
 from raylm.worker.input_batch import InputBatch
-from raylm.worker.input_buffers import Column, InputBuffers
+from raylm.worker.input_buffers import Column, InputBuffers, StepInputs
 from raylm.worker.sampling.logits_processors import BadWords, LogitsProcessor, Penalties
 from raylm.worker.sampling.sampler import NOT_FINITE, failures
 from raylm.worker.sampling.structured_outputs import Restriction, StructuredOutputsProcessor
@@ -106,7 +106,7 @@ class AsyncStep:
 
 
 class GPUAsyncDecode(AsyncDecode):
-    """Runs steps in which every sequence decodes. Logits stay on the device.
+    """Runs steps in which a sequence draws at most one token. Logits stay on the device.
 
     Each row's last token stays on the device, where the next step reads it. It is also copied to pinned memory of the
     host. The host waits for the copy when it needs the step's output; the next step is launched by then. At most two
@@ -122,7 +122,7 @@ class GPUAsyncDecode(AsyncDecode):
         self._sampler = sampler_for(device)
         self._last = torch.zeros(max_num_seqs, dtype=torch.int64, device=device)
         self._sampling = [SamplingUploads(max_num_seqs, device) for _ in self._buffers]
-        self._rows = [Column((2, max_num_seqs), torch.int64, device) for _ in self._buffers]
+        self._rows = [Column((4, max_num_seqs), torch.int64, device) for _ in self._buffers]
         pinned = device.type == "cuda"
         self._tokens = [torch.zeros(max_num_seqs, dtype=torch.int64, pin_memory=pinned) for _ in self._buffers]
         self._peaks = [torch.zeros(2, max_num_seqs, pin_memory=pinned) for _ in self._buffers]
@@ -151,7 +151,7 @@ class GPUAsyncDecode(AsyncDecode):
             follower.forget(row)
 
     def takes(self, step: StepBatch, batch: InputBatch) -> bool:
-        return bool((step.counts == 1).all() and (step.draws == 1).all())
+        return bool((step.draws <= 1).all())
 
     def launch(
         self,
@@ -166,9 +166,36 @@ class GPUAsyncDecode(AsyncDecode):
         times = StepTimes(time.perf_counter())
         self._turn ^= 1
         inputs = self._buffers[self._turn].build(step, batch, adapters)
-        rows, on_device = self._upload_rows(step.rows)
-        inputs.input_ids.copy_(torch.where(on_device, self._last[rows], inputs.input_ids))
-        logits = forward.logits(forward.hidden(inputs))
+        places = np.flatnonzero(step.draws)
+        rows, tokens = self._feed(inputs, step, places)
+        hidden = forward.hidden(inputs)
+        if len(places) < len(hidden):
+            hidden = hidden.index_select(0, tokens)
+        drawing = step if len(places) == len(step.rows) else step.take(places)
+        started = self._draw(number, drawing, batch, forward.logits(hidden), rows, times)
+        self._before = times
+        self._note(started, batch)
+        return started.output
+
+    def _feed(self, inputs: StepInputs, step: StepBatch, places: Ints) -> tuple[Tensor, Tensor]:
+        """Fill in the tokens of the step that only the device has: each is the last of a row with one token.
+
+        Returns the rows of the sequences at ``places`` and the index of their last token in the step, (draws,) each.
+        """
+        column, alone = self._rows[self._turn], step.rows[step.counts == 1]
+        column.host[0, : len(alone)] = alone
+        column.host[1, : len(alone)] = self._newest[alone] >= 0
+        column.host[2, : len(places)] = step.rows[places]
+        column.host[3, : len(places)] = np.cumsum(step.counts)[places] - 1
+        uploaded = column.upload(len(column.host))
+        fed, on_device = inputs.input_ids[: len(alone)], uploaded[1, : len(alone)].bool()
+        fed.copy_(torch.where(on_device, self._last[uploaded[0, : len(alone)]], fed))
+        return uploaded[2, : len(places)], uploaded[3, : len(places)]
+
+    def _draw(
+        self, number: int, step: StepBatch, batch: InputBatch, logits: Tensor, rows: Tensor, times: StepTimes
+    ) -> AsyncStep:
+        """Draw a token for each sequence of ``step``. ``rows`` are their rows, on the device."""
         owners = self._owners[step.rows]
         asked = self._logprobs.asked(step.rows, owners, batch)
         raw = self._logprobs.keep(logits) if asked is not None else logits
@@ -177,7 +204,7 @@ class GPUAsyncDecode(AsyncDecode):
         if changes is not None:
             peaks.append(self._sampler.peaks(logits))
         late, reasons = changes or ([], {})
-        drawn = self._draw(logits, peaks[-1], step, batch)
+        drawn = self._sampled(logits, peaks[-1], step, batch)
         for follower in self._followers.values():
             follower.count(drawn)
         self._last[rows] = drawn
@@ -195,10 +222,7 @@ class GPUAsyncDecode(AsyncDecode):
         drawing[late] = False
         positions = batch.num_tokens[step.rows].astype(np.int64)
         about = number, step.seq_ids, step.rows, positions, owners, drawing, reasons, described
-        started = AsyncStep(*about, token_ids, maxima[0], maxima[-1], done, times, self._before)
-        self._before = times
-        self._note(started, batch)
-        return started.output
+        return AsyncStep(*about, token_ids, maxima[0], maxima[-1], done, times, self._before)
 
     def _note(self, step: AsyncStep, batch: InputBatch) -> None:
         """Record a launched step, whose tokens are not known yet."""
@@ -243,7 +267,7 @@ class GPUAsyncDecode(AsyncDecode):
         if restrictions:
             self._masks[self._turn].apply(logits, restrictions)
 
-    def _draw(self, logits: Tensor, peaks: Peaks, step: StepBatch, batch: InputBatch) -> Tensor:
+    def _sampled(self, logits: Tensor, peaks: Peaks, step: StepBatch, batch: InputBatch) -> Tensor:
         sampling = batch.sampling[step.rows]
         if not (sampling["temperature"] > 0).any():
             return peaks.tokens
@@ -253,14 +277,6 @@ class GPUAsyncDecode(AsyncDecode):
     def settle(self, batch: InputBatch) -> None:
         while self._under_way:
             self._settle_oldest(batch)
-
-    def _upload_rows(self, rows: Ints) -> tuple[Tensor, Tensor]:
-        """The rows, and which of them have their last token only on the device."""
-        column = self._rows[self._turn]
-        column.host[0, : len(rows)] = rows
-        column.host[1, : len(rows)] = self._newest[rows] >= 0
-        both = column.upload(2)[:, : len(rows)]
-        return both[0], both[1].bool()
 
     def _settle_oldest(self, batch: InputBatch) -> None:
         """Wait for the oldest step, and write its tokens to the rows that still have the same sequence."""

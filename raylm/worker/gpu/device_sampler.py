@@ -133,6 +133,8 @@ class TritonSampler(DeviceSampler):
         from raylm.worker.gpu import sampling_kernels
 
         (rows, vocab_size), chunks = logits.shape, -(-logits.shape[1] // _CHUNK)
+        if not rows:  # a step of partial prompts draws no token
+            return super().peaks(logits)
         values, places = logits.new_empty(rows, chunks), logits.new_empty(rows, chunks, dtype=torch.int32)
         found = Peaks(logits.new_empty(rows), logits.new_empty(rows, dtype=torch.int64))
         sampling_kernels.find_peaks[rows, chunks](logits, values, places, logits.stride(0), vocab_size, CHUNK=_CHUNK)

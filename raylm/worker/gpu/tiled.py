@@ -25,7 +25,6 @@ from raylm.worker.arrays import Ints
 from raylm.worker.attention.base import AttentionMetadata, PagedBackend, StepLimits, kv_places
 from raylm.worker.gpu.batch_buckets import bucket, buckets, table_width, table_widths
 from raylm.worker.gpu.split_k import Pages, queries_per_tile
-from raylm.worker.input_buffers import Column
 
 _FEW = 32  # programs of xformers' kernel that merges splits
 _MORE_TILES = 16  # partial tiles in a plan with fixed memory, besides full ones: for about as many prompts
@@ -65,15 +64,18 @@ class Cut:
 class Tiles:
     """A Cut on the device, padded to a number of ``tiles``, in memory with fixed addresses.
 
+    The memory on the host exists twice, because two steps may be in progress.
+
     ``sources`` (tiles * queries,) is as in Cut. ``outputs`` (tokens,) is the row of each token of the step, where rows
     of decodes come first, then rows of tiles.
     """
 
     def __init__(self, tiles: int, queries: int, tokens: int, width: int, device: torch.device) -> None:
         self._tiles, self._rows = tiles, tiles * queries
-        self._column = Column((2 * tiles + self._rows + tokens,), torch.int64, device)
-        on_device = self._column.upload(len(self._column.host))
-        parts = torch.split_with_sizes(on_device, [tiles, tiles, self._rows, tokens])
+        size = 2 * tiles + self._rows + tokens
+        self._staged = [torch.zeros(size, dtype=torch.int64, pin_memory=device.type == "cuda") for _ in range(2)]
+        self._on_device = torch.zeros(size, dtype=torch.int64, device=device)
+        parts = torch.split_with_sizes(self._on_device, [tiles, tiles, self._rows, tokens])
         self._owners, self._ends, self.sources, self.outputs = parts
         tables = torch.zeros(tiles, width, dtype=torch.int32, device=device)
         self.pages = Pages(tables, torch.zeros(tiles, dtype=torch.int32, device=device), queries)
@@ -83,14 +85,15 @@ class Tiles:
 
     def fill(self, cut: Cut, meta: AttentionMetadata, decode_rows: int) -> None:
         """Copy the ``cut`` of a step whose decodes are padded to ``decode_rows``."""
-        host, count = self._column.host, len(cut.owners)
+        self._staged.reverse()
+        host, count = self._staged[0].numpy(), len(cut.owners)
         host[:] = 0
         host[:count], host[self._tiles : self._tiles + count] = cut.owners, cut.ends
         host[2 * self._tiles :][: len(cut.sources)] = cut.sources
         outputs = host[2 * self._tiles + self._rows :]
         outputs[: meta.num_decodes] = np.arange(meta.num_decodes)
         outputs[meta.num_decodes :][: len(cut.places)] = decode_rows + cut.places
-        self._column.upload(len(host))
+        self._on_device.copy_(self._staged[0], non_blocking=True)
         self.pages.lengths.copy_(self._ends)
         width = self.pages.block_tables.shape[1]
         self.pages.block_tables.copy_(meta.block_tables[:, :width].index_select(0, self._owners))

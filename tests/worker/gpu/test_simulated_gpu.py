@@ -314,6 +314,21 @@ def test_a_steady_step_waits_for_nothing(machine: Gpu, path: Path, wish: dict[st
     assert each.pop() < (40 if wish == {"temperature": 0.0} else 300) + 60 * (not graphs)
 
 
+@pytest.mark.parametrize("graphs", [True, False])
+def test_a_step_with_a_prompt_waits_for_nothing(machine: Gpu, path: Path, graphs: bool) -> None:
+    """Nor do the steps before and after it."""
+    life = Life(start(path, engine={"cuda_graphs": graphs}), 2)
+    life.add(0, random_prompt(5, 0), blocks(0), SamplingParams(temperature=0.8))
+    for _ in range(3):
+        life.run()
+    machine.waits.clear()
+    for seq_id in (1, 2, 3):
+        life.add(seq_id, random_prompt(6 + seq_id, seq_id), blocks(seq_id))
+        for _ in range(seq_id):
+            life.run()
+    assert machine.waits == []
+
+
 def one_set_of_buffers(runner: ModelRunner, patch: pytest.MonkeyPatch) -> None:
     patch.setattr(runner.async_decode, "_buffers", runner.async_decode._buffers[:1] * 2)  # type: ignore[attr-defined]
 
