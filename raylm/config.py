@@ -126,7 +126,7 @@ class EngineConfig(Frozen):
     threads: int | None = Field(None, ge=1, le=1024)
     """CPU threads of a worker. By default its share of the cores, and fewer for a small model."""
     cuda_graphs: bool = True
-    """On a GPU with one rank, run steps that only decode as CUDA graphs, captured at start."""
+    """On a GPU, run steps as CUDA graphs, captured at start."""
     attention_backend: Literal["auto", "triton", "xformers", "cpu", "sdpa"] = "auto"
     """The kernels of attention. By default the fastest that support the model: on GPUs RayLM's Triton kernel, then
     xformers', then torch's (sdpa); on CPUs the native kernel, then torch's. Another choice must support the model."""

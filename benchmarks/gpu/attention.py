@@ -26,7 +26,7 @@ from torch import Tensor
 from torch.nn import functional
 
 from benchmarks.gpu.__main__ import Results
-from benchmarks.gpu.device import bandwidth, gemm_peak
+from benchmarks.gpu.device import bandwidth, gemm_peak, replayed
 from raylm.models import AttentionSpec
 from raylm.worker.gpu.split_k import Pages, SplitK, Tile, queries_per_tile
 from raylm.worker.gpu.triton_attention import PagedAttention
@@ -82,25 +82,7 @@ class Setting:
 
     def seconds(self, run: Callable[[Tensor, Tensor], object]) -> float:
         """Seconds of a call of ``run`` with keys and values, replayed in a graph over all pools."""
-        side = torch.cuda.Stream()
-        with torch.cuda.stream(side):
-            run(*self.pools[0])
-            run(*self.pools[-1])
-        torch.cuda.synchronize()
-        graph = torch.cuda.CUDAGraph()
-        with torch.cuda.graph(graph, stream=side):
-            for keys, values in self.pools:
-                run(keys, values)
-        graph.replay()
-        times = []
-        for _ in range(3):
-            start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
-            start.record()
-            graph.replay()
-            end.record()
-            end.synchronize()
-            times.append(start.elapsed_time(end))
-        return 1e-3 * min(times) / len(self.pools)
+        return replayed(lambda pool: run(*pool), self.pools)
 
 
 def forced(kind: type[Any], splits: int, tile: Tile) -> Any:

@@ -3,10 +3,13 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from typing import TypeVar
 
 import torch
+
+T = TypeVar("T")
 
 _LAUNCHES = ("cudaLaunchKernel", "cuLaunchKernel", "cudaGraphLaunch", "cudaMemcpyAsync", "cudaMemsetAsync")
 _WAITS = ("cudaStreamSynchronize", "cudaDeviceSynchronize", "cudaEventSynchronize")
@@ -26,6 +29,29 @@ def seconds(run: Callable[[], object], device: torch.device, repeats: int = 10) 
         run()
     synchronize(device)
     return (time.perf_counter() - started) / repeats
+
+
+def replayed(run: Callable[[T], object], inputs: Sequence[T]) -> float:
+    """Seconds of one run: the least of three replays of a CUDA graph with a run for each of ``inputs``."""
+    side = torch.cuda.Stream()
+    with torch.cuda.stream(side):
+        run(inputs[0])
+        run(inputs[-1])
+    torch.cuda.synchronize()
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph, stream=side):
+        for each in inputs:
+            run(each)
+    graph.replay()
+    times = []
+    for _ in range(3):
+        start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
+        start.record()
+        graph.replay()
+        end.record()
+        end.synchronize()
+        times.append(start.elapsed_time(end))
+    return 1e-3 * min(times) / len(inputs)
 
 
 def bandwidth(device: torch.device) -> float:

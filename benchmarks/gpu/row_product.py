@@ -10,7 +10,6 @@ from __future__ import annotations
 
 import argparse
 import itertools
-from collections.abc import Callable
 from dataclasses import asdict
 from pathlib import Path
 
@@ -19,34 +18,13 @@ from torch import Tensor
 from torch.nn import functional
 
 from benchmarks.gpu.__main__ import Results
-from benchmarks.gpu.device import bandwidth
+from benchmarks.gpu.device import bandwidth, replayed
 from raylm.models.gpu.elementwise import TritonElementwise
 from raylm.models.gpu.row_product import TILE, RowTile, multiply_row
 
 SHAPES = {"qkv": (6144, 4096), "o": (4096, 4096), "gate_up": (28672, 4096), "down": (4096, 14336)}
 TILES = [RowTile(*each) for each in itertools.product((1, 2, 4, 8), (1024, 2048, 4096), (2, 4, 8))]
 _BYTES = 1 << 30
-
-
-def replayed(run: Callable[[Tensor], object], weights: list[Tensor]) -> float:
-    """Seconds of a call, the least of three replays of a graph of one call for each of ``weights``."""
-    side = torch.cuda.Stream()
-    with torch.cuda.stream(side):
-        run(weights[0])
-    torch.cuda.synchronize()
-    graph = torch.cuda.CUDAGraph()
-    with torch.cuda.graph(graph, stream=side):
-        for weight in weights:
-            run(weight)
-    times = []
-    for _ in range(4):
-        start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
-        start.record()
-        graph.replay()
-        end.record()
-        end.synchronize()
-        times.append(start.elapsed_time(end))
-    return 1e-3 * min(times[1:]) / len(weights)
 
 
 @torch.inference_mode()

@@ -125,7 +125,7 @@ def merge(streams: Iterable[Outputs], num_streams: int, at_once: float) -> Outpu
 
 async def _interleave(streams: Iterable[Outputs], num_streams: int, at_once: int) -> Outputs:
     queue: asyncio.Queue[_Item] = asyncio.Queue(num_streams)  # bounded, so that outputs merge while the reader is slow
-    pumps: set[asyncio.Task[None]] = set()  # those that run, as a task takes a kilobyte, and there may be thousands
+    pumps: set[asyncio.Task[None]] = set()  # running tasks only: a task takes a kilobyte, and there may be thousands
     starting = asyncio.create_task(_start(streams, queue, at_once, pumps))
     try:
         open_streams = num_streams

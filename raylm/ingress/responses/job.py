@@ -107,7 +107,7 @@ class ResponseJob:
         self._usage = Usage(*checkpoint["usage"])
 
     async def events(self, outputs: Outputs | None, *, begun: bool = False) -> AsyncGenerator[Events, None]:
-        """Read the sequence to its end, and those that follow the calls of MCP servers.
+        """Read the sequence to its end, and the sequences that follow the calls of MCP servers.
 
         Each item has the events since the previous item. Without ``outputs`` calls are made before the first sequence.
         For a response that was ``begun`` before, earlier events are not repeated. ``response.created`` is omitted if an
