@@ -45,7 +45,9 @@ clients: $(VENV)/.dev $(OTHERS)/.installed  ## try other clients: litellm and it
 		$(OTHERS)/bin/python -m tests.conformance.clients {url} openai litellm inspect_ai vllm sglang \
 		$$(test ! -d $(OTHERS)/js || echo javascript)
 	@test ! -d $(OTHERS)/js || $(BIN)/python -m tests.conformance.scripted_engine \
-		$(OTHERS)/bin/python -m tests.conformance.coding_agents {url}
+		$(OTHERS)/bin/python -m tests.conformance.coding_agents {url} {url}
+	@test ! -d $(OTHERS)/js || $(BIN)/python -m tests.conformance.scripted_worker \
+		$(OTHERS)/bin/python -m tests.conformance.coding_agents {url} {played}
 
 fuzz: $(VENV)/.dev  ## attack a server at random, beside an honest client, for MINUTES=10, and read 3,000 mutated files
 	@$(BIN)/python -m tests.hostile.fuzz $(MINUTES)

@@ -1,6 +1,6 @@
-"""An engine that plays a model which uses tools, behind the real ingress: what it says stands in the user's message.
+"""An engine that plays a model which uses tools, behind the real ingress: what it says is a play (plays.py).
 
-    python -m tests.conformance.scripted_engine COMMAND {url} …
+    python -m tests.conformance.scripted_engine COMMAND {url} {url} …
 
 It runs the command, with the ingress's address in place of {url}, and fails if a request of it is refused, or if a tool
 of it is left out. ``GET /played`` of that address returns what was played.
@@ -9,7 +9,6 @@ of it is left out. ``GET /played`` of that address returns what was played.
 from __future__ import annotations
 
 import asyncio
-import json
 import sys
 from collections.abc import Callable
 from contextvars import copy_context
@@ -24,14 +23,12 @@ from raylm.errors import EngineCrashedError, EngineDiedError
 from raylm.frontend import AsyncLLM
 from raylm.ingress import build_asgi_app
 from raylm.messages import EngineCoreRequest
-from tests.conformance.plays import CUT, SAY, WAIT
+from tests.conformance.plays import CUT, WAIT, answer_to, said, turn_of
 from tests.frontend.played_engine import PlayedEngine
 from tests.ingress.harness import served
 from tests.ingress.writing_engine import TOKENIZER
 
 CONTEXT = 131_072  # tokens; the first prompts of agents have up to 31,000 of this tokenizer
-PLAY = "PLAY "
-_RESULT = "<tool_response>"  # before each result of a tool, by the chat template
 _PIECE = 3  # tokens of one output
 _RECOVERY_S = 300.0
 
@@ -70,10 +67,7 @@ class Play:
 
 
 class ScriptedEngine(PlayedEngine):
-    """Reads the last line ``PLAY [[[name, arguments], ...], ...]`` of a prompt: calls of tools, turn by turn.
-
-    It makes the calls of the next turn, by the number of results after the line, and after the last turn says ``Done.``
-    """
+    """Gives the answer that a play says: the calls of the next turn."""
 
     def __init__(self, play: Play | None = None, name: str = "scripted") -> None:
         super().__init__(name, max_model_len=CONTEXT, vocab_size=TOKENIZER.get_vocab_size())
@@ -86,11 +80,9 @@ class ScriptedEngine(PlayedEngine):
     def add(self, request: EngineCoreRequest) -> None:
         super().add(request)
         play, prompt = self._play, TOKENIZER.decode(list(request.prompt_token_ids), skip_special_tokens=False)
-        _, _, said = prompt.rpartition(PLAY)
-        turn = _turn_of(prompt)
-        names = [name for name, _ in turn]
-        text = _answer_to(prompt)
-        play.note(request.request_id, said + text)
+        names = [name for name, _ in turn_of(prompt)]
+        text = answer_to(prompt)
+        play.note(request.request_id, said(prompt) + text)
         if WAIT in names:
             play.held += 1
             return
@@ -105,30 +97,6 @@ class ScriptedEngine(PlayedEngine):
             play.lost += 1
             self.die(EngineCrashedError("It is gone.") if play.lost % 2 else EngineDiedError("It is gone."))
             play.on_lost()
-
-
-def _turn_of(prompt: str) -> list[tuple[str, Any]]:
-    """The calls of the next turn, and words in place of calls."""
-    _, found, rest = prompt.rpartition(PLAY)
-    if not found:
-        return [(SAY, "Done.")]
-    turns, _ = json.JSONDecoder().raw_decode(rest)
-    results = rest.count(_RESULT)
-    for turn in turns:
-        if results <= 0:
-            return [(name, arguments) for name, arguments in turn]
-        results -= sum(not name.startswith("@") for name, _ in turn)
-    return [(SAY, "Done.")]
-
-
-def _answer_to(prompt: str) -> str:
-    return "\n".join(_call(name, arguments) for name, arguments in _turn_of(prompt) if name not in (WAIT, CUT))
-
-
-def _call(name: str, arguments: Any) -> str:
-    if name == SAY:
-        return str(arguments)
-    return f"<tool_call>\n{json.dumps({'name': name, 'arguments': arguments})}\n</tool_call>"
 
 
 class _Watch:

@@ -59,8 +59,12 @@ class Cluster:
     def deploy(self, **engine: Any) -> None:
         """Serve the embedded model, and wait until all of it is there."""
         count = len(self.served)
-        args: dict[str, Any] = {"model": "embedded", "engine": {"threads": 1, "replicas": count} | engine}
-        args["ingress"] = {"replicas": count} | self.ingress
+        engine = {"threads": 1, "replicas": count} | engine
+        self.submit({"model": "embedded", "engine": engine, "ingress": {"replicas": count} | self.ingress})
+        self.wait_until_whole()
+
+    def submit(self, args: dict[str, Any]) -> None:
+        """Deploy an application with these arguments."""
         application = {"name": "default", "import_path": "raylm:build_app", "route_prefix": "/", "args": args}
         tree = {
             "applications": [application],
@@ -73,7 +77,6 @@ class Cluster:
         deploy = ("serve", "deploy", "-a", f"http://{self.head.address}:8265", str(path))
         # Serve gives its proxies a limited time to start, which is too short on a crowded machine
         until(lambda: self.network.operator(*deploy) is not None, "it is not deployed")
-        self.wait_until_whole()
 
     def seen(self) -> dict[str, Any]:
         """What a proxy says of the cluster, to a client on its machine, the last one that has a server."""

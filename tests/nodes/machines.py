@@ -18,6 +18,7 @@ from pathlib import Path
 ROOT = Path(__file__).parent.parent.parent
 _NET = "10.77.0"
 OPERATOR = f"{_NET}.254"
+_MEMORY = Path("/sys/fs/cgroup/memory")  # version 1 of cgroups
 _DISABLED, _FORWARDING = "0", "3"  # states of a bridge's port
 # The first process of a machine. It mounts what is its own, and takes in processes that lose their parents. What lies
 # below /tmp and is needed stays visible there.
@@ -27,6 +28,13 @@ for kept in $KEPT; do mkdir -p "$FOLDER/tmp/${kept#/tmp/}"; mount --bind "$kept"
 mount --rbind "$FOLDER/tmp" /tmp
 mount -t tmpfs -o size=2g tmpfs /dev/shm
 mount -t proc proc /proc
+if [ -n "$GROUP" ]; then
+    mount -t tmpfs tmpfs /sys/fs/cgroup
+    mkdir /sys/fs/cgroup/all /sys/fs/cgroup/memory
+    mount -t cgroup -o memory cgroup /sys/fs/cgroup/all
+    mount --bind "/sys/fs/cgroup/all/$GROUP" /sys/fs/cgroup/memory
+    echo 0 > /sys/fs/cgroup/memory/cgroup.procs
+fi
 hostname "$NAME"
 echo ready
 while :; do sleep 1000 & wait; done
@@ -47,15 +55,27 @@ def lacking() -> str | None:
     return None
 
 
-class Machine:
-    """One of them. Its home, as that of all its processes, is /tmp/home."""
+def lacking_memory_limits() -> str | None:
+    """Why the memory of machines cannot be limited here, None if it can."""
+    return None if os.access(_MEMORY / "cgroup.procs", os.W_OK) else f"{_MEMORY} is not writable"
 
-    def __init__(self, network: str, number: int, folder: Path) -> None:
+
+class Machine:
+    """One of them. Its home, as that of all its processes, is /tmp/home.
+
+    With ``memory``, its processes may use so many bytes together, and find this limit where those of a container do.
+    """
+
+    def __init__(self, network: str, number: int, folder: Path, memory: int | None = None) -> None:
         self.address, self.name = f"{_NET}.{number}", f"node{number}"
         self.folder, self._network, self._port = folder / self.name, network, f"t{number}"
         self._hub = f"{network}hub"
         self._begun: list[subprocess.Popen[bytes]] = []  # commands that go on
         self._namespace = f"{network}n{number}"
+        self._group = None if memory is None else _MEMORY / self._namespace
+        if self._group is not None:
+            self._group.mkdir()
+            (self._group / "memory.limit_in_bytes").write_text(str(memory))
         _ip("netns", "add", self._namespace)
         _ip("-n", self._hub, "link", "add", self._port, "type", "veth", "peer", "eth0", "netns", self._namespace)
         _ip("-n", self._hub, "link", "set", self._port, "master", "br0", "up")
@@ -78,9 +98,11 @@ class Machine:
         needed = {str(ROOT), sys.prefix, sys.base_prefix}
         kept = " ".join(sorted(path for path in needed if path.startswith("/tmp/")))
         command = ["ip", "netns", "exec", self._namespace, "unshare", "-m", "-p", "-u", "-i", "--fork", "--kill-child"]
+        given = {"FOLDER": str(self.folder), "NAME": self.name, "KEPT": kept}
+        given["GROUP"] = "" if self._group is None else self._group.name
         self._parent = subprocess.Popen(
             [*command, "bash", "-c", _INIT],
-            env=os.environ | {"FOLDER": str(self.folder), "NAME": self.name, "KEPT": kept},
+            env=os.environ | given,
             stdout=subprocess.PIPE,
             stderr=subprocess.DEVNULL,  # unshare complains when the first process is killed
             text=True,
@@ -103,6 +125,8 @@ class Machine:
 
     def _inside(self, environment: dict[str, str]) -> list[str]:
         entry = ["nsenter", "-t", str(self._init), "-m", "-n", "-p", "-u", "-i", "--"]
+        if self._group is not None:
+            entry += ["sh", "-c", 'echo 0 > /sys/fs/cgroup/memory/cgroup.procs; exec "$@"', "sh"]
         return [*entry, "env", "-i", *_variables("/tmp/home", environment)]
 
     def plug(self, *, in_: bool) -> None:
@@ -152,13 +176,25 @@ class Machine:
         if self._parent.returncode is None:
             self.kill()
         _run(["ip", "netns", "del", self._namespace], 60)
+        if (group := self._group) is not None:
+            until(lambda: not (group / "cgroup.procs").read_text(), "processes are left")
+            group.rmdir()
+
+    def most_memory(self) -> int:
+        """The most bytes that a machine with a limit has used."""
+        assert self._group is not None
+        return int((self._group / "memory.max_usage_in_bytes").read_text())
 
 
 class Network:
-    """Some machines on a switch, and an operator's place beside them; leaving the context ends all of it."""
+    """Some machines on a switch, and an operator's place beside them; leaving the context ends all of it.
 
-    def __init__(self, machines: int, folder: Path) -> None:
+    ``memory`` limits the machines with these numbers, in bytes.
+    """
+
+    def __init__(self, machines: int, folder: Path, memory: dict[int, int] | None = None) -> None:
         self._prefix, self._folder, self._count = f"rl{os.getpid()}", folder, machines
+        self._memory = memory or {}
         self._hub = f"{self._prefix}hub"
         self.machines: list[Machine] = []
         self.home = folder / "operator"
@@ -172,7 +208,7 @@ class Network:
             _ip("-n", self._hub, "addr", "add", f"{OPERATOR}/24", "dev", "br0")
             _ip("-n", self._hub, "link", "set", "br0", "up")
             for number in range(1, self._count + 1):
-                self.machines.append(Machine(self._prefix, number, self._folder))
+                self.machines.append(Machine(self._prefix, number, self._folder, self._memory.get(number)))
         except BaseException:
             self.__exit__()
             raise

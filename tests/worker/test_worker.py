@@ -163,6 +163,23 @@ def test_a_container_narrows_cores_and_memory(tmp_path: Path) -> None:
     assert available_cores(tmp_path) == 1
 
 
+def test_a_container_of_the_first_version_of_cgroups_narrows_them_too(tmp_path: Path) -> None:
+    meminfo, memory, cpu = tmp_path / "meminfo", tmp_path / "memory", tmp_path / "cpu"
+    meminfo.write_text("MemAvailable:   4000 kB\n")
+    for folder in (memory, cpu):
+        folder.mkdir()
+    stat = "cache 7\ninactive_file 1\ntotal_inactive_file 200000\n"
+    unlimited = {"memory.limit_in_bytes": "9223372036854771712\n", "cpu.cfs_quota_us": "-1\n"}
+    limited = {"memory.limit_in_bytes": "1000000\n", "cpu.cfs_quota_us": "50000\n"}
+    found = []
+    for limits in (unlimited, limited):
+        used = {"memory.usage_in_bytes": "500000\n", "memory.stat": stat, "cpu.cfs_period_us": "100000\n"}
+        for name, text in (limits | used).items():
+            (tmp_path / name.partition(".")[0] / name).write_text(text)
+        found.append((available_memory(meminfo, tmp_path), available_cores(tmp_path)))
+    assert found == [(4000 * 1024, available_cores(tmp_path / "none")), (700_000, 1)]
+
+
 def test_a_model_without_a_stated_length_takes_the_pools(path: Path, tmp_path: Path) -> None:
     for file in path.iterdir():
         (tmp_path / file.name).write_bytes(file.read_bytes())

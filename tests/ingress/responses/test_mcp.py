@@ -19,7 +19,7 @@ from raylm.ingress import build_asgi_app
 from raylm.ingress.responses.create import CreateResponse
 from raylm.ingress.responses.mcp.servers import McpServers
 from raylm.messages import EngineCoreRequest, FinishReason
-from tests.conformance.scripted_engine import _answer_to
+from tests.conformance.plays import answer_to
 from tests.ingress.harness import client_of, served, typed_events, until
 from tests.ingress.openai.test_openai_schema import check
 from tests.ingress.refused import error_of
@@ -49,7 +49,7 @@ class PlayingEngine(PausingEngine):
 
     def _ends(self, request: EngineCoreRequest) -> tuple[dict[int, FinishReason], dict[int, list[int]]]:
         prompt = TOKENIZER.decode(list(request.prompt_token_ids), skip_special_tokens=False)
-        ids = [*TOKENIZER.encode(_answer_to(prompt), add_special_tokens=False).ids, request.eos_token_ids[0]]
+        ids = [*TOKENIZER.encode(answer_to(prompt), add_special_tokens=False).ids, request.eos_token_ids[0]]
         limit = request.params.max_tokens or 0
         return {0: "stop" if len(ids) <= limit else "length"}, {0: ids[:limit]}
 
