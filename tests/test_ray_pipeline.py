@@ -26,7 +26,7 @@ from raylm.engine import as_raylm_error
 from raylm.engine.actor import create_engine_core
 from raylm.engine.ray_executor import create_worker
 from raylm.errors import ConfigError, EngineDiedError
-from raylm.frontend.engines.ray_engine_client import connect_engine
+from raylm.frontend.engines.ray_engine_client import connect_engine, own_node
 from raylm.messages import EngineCoreRequest, EngineInfo
 from tests.checkpoints import make_checkpoint
 from tests.reference import greedy, random_prompts
@@ -40,11 +40,15 @@ TOKENS = 24
 
 @pytest.fixture(scope="module")
 def nodes() -> Iterator[list[str]]:
-    """The ids of two nodes of one machine."""
+    """The ids of two nodes of one machine, this process's first, so that a Link to its EngineCore is possible.
+
+    Over Ray's calls an engine would be lost where the machine takes 3 s for one.
+    """
     cluster = Cluster(initialize_head=True, head_node_args={"num_cpus": 2, "include_dashboard": False})
     cluster.add_node(num_cpus=2)
     ray.init(address=cluster.address, log_to_driver=False, logging_level="error")
-    yield [node["NodeID"] for node in ray.nodes()]
+    own = own_node()
+    yield sorted((node["NodeID"] for node in ray.nodes()), key=lambda node: node != own)
     ray.shutdown()
     cluster.shutdown()
 

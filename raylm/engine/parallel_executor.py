@@ -11,13 +11,17 @@ from typing import Any, NoReturn, TypeVar
 from ray.exceptions import RayActorError, RayError
 
 from raylm.config import EngineConfig
+from raylm.engine.link import SILENCE_S
 from raylm.engine.ray_executor import RayExecutor, answer, as_raylm_error, worker_name
 from raylm.errors import EngineDiedError, PeerLostError
 from raylm.messages import ModelRunnerOutput, SchedulerOutput, StageInfo, WorkerInfo
 
 T = TypeVar("T")
 
-_LAST_WORDS_S = 1.0  # time to wait for errors of the other ranks after one has failed
+_LAST_WORDS_S = 1.0
+"""After a rank's own error, the time in which Ray or a Link may say that its process was lost."""
+_CAUSE_S = 2 * SILENCE_S
+"""After a rank has lost another, the time to wait for the reason. A process that stopped is noticed in that time."""
 
 
 class ParallelExecutor(RayExecutor):
@@ -61,11 +65,12 @@ class ParallelExecutor(RayExecutor):
 
 
 async def _raise_cause(futures: Sequence[asyncio.Future[Any]], engine: EngineConfig) -> NoReturn:
-    deadline = time.monotonic() + _LAST_WORDS_S
+    began = time.monotonic()
     while True:
         rank, error = min(_failed(futures).items(), key=lambda item: _distance(item[1]))
-        pending, left_s = [future for future in futures if not future.done()], deadline - time.monotonic()
-        if not _distance(error) or not pending or left_s <= 0:
+        pending = [future for future in futures if not future.done()]
+        left_s = began + (0, _LAST_WORDS_S, _CAUSE_S)[_distance(error)] - time.monotonic()
+        if not pending or left_s <= 0:
             break
         await asyncio.wait(pending, timeout=left_s, return_when=asyncio.FIRST_COMPLETED)
     if isinstance(error, RayActorError):

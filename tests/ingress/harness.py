@@ -22,9 +22,10 @@ def client_of(app: Starlette) -> httpx.AsyncClient:
 
 @asynccontextmanager
 async def served(app: ASGIApp, *, websockets: bool = False) -> AsyncIterator[str]:
-    """Serve the app by uvicorn on a free port; yields its base URL."""
+    """Serve the app by uvicorn on a free port; yields its base URL. Idle connections of a slow client stay open."""
     ws: Literal["websockets-sansio", "none"] = "websockets-sansio" if websockets else "none"
-    server = uvicorn.Server(uvicorn.Config(app, port=0, log_level="error", ws=ws, lifespan="off"))
+    config = uvicorn.Config(app, port=0, log_level="error", ws=ws, lifespan="off", timeout_keep_alive=3600)
+    server = uvicorn.Server(config)
     task = asyncio.create_task(server.serve())
     while not server.started:  # noqa: ASYNC110 - uvicorn has no event for it
         await asyncio.sleep(0.01)
