@@ -36,6 +36,6 @@ def available_memory(meminfo: Path = _MEMINFO, cgroup: Path = _CGROUP) -> int:
         if not (cgroup / limit).exists() or (most := (cgroup / limit).read_text().strip()) == "max":
             continue
         entries = dict(line.split() for line in (cgroup / stat).read_text().splitlines())
-        used = int((cgroup / use).read_text()) - int(entries[inactive])
+        used = int((cgroup / use).read_text()) - int(entries.get(inactive, 0))
         available = min(available, int(most) - used)
     return available
