@@ -89,8 +89,12 @@ def engine(config: Config, nodes: list[str]) -> Iterator[tuple[ActorHandle, list
 
 @pytest.mark.parametrize(
     ("stages", "ranks", "apart", "cache"),
-    [(2, 1, False, {}), (2, 1, True, {}), (2, 2, False, {}), (4, 1, True, {"num_blocks": 20})],
-    ids=["on one node", "on two nodes", "of two ranks", "four on two nodes, preempted"],
+    [
+        pytest.param(2, 1, False, {}, id="on one node", marks=pytest.mark.long),
+        pytest.param(2, 1, True, {}, id="on two nodes"),
+        pytest.param(2, 2, False, {}, id="of two ranks"),
+        pytest.param(4, 1, True, {"num_blocks": 20}, id="four on two nodes, preempted"),
+    ],
 )
 async def test_stages_give_the_tokens_of_one_worker(
     nodes: list[str], model: Path, stages: int, ranks: int, *, apart: bool, cache: dict[str, Any]
@@ -116,8 +120,10 @@ async def test_stages_give_the_tokens_of_one_worker(
             assert tokens == [result.token_ids for result in one.generate(prompts, each, progress=False)]
 
 
-@pytest.mark.parametrize("victim", [0, 1])
-@pytest.mark.parametrize("apart", [False, True])
+@pytest.mark.parametrize(
+    ("victim", "apart"),
+    [(0, False), (1, True), *(pytest.param(*both, marks=pytest.mark.long) for both in ((0, True), (1, False)))],
+)
 async def test_a_stage_that_is_killed_is_the_one_cause(
     nodes: list[str], model: Path, victim: int, *, apart: bool
 ) -> None:

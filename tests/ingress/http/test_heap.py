@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import platform
 import subprocess
 import sys
 import threading
@@ -16,6 +17,31 @@ from raylm.ingress.http import heap as heap_module
 from raylm.ingress.http.answer import Pieces, json_answer
 from raylm.ingress.http.heap import TRIM_AFTER_BYTES, HeapTrimmer
 from tests.ingress.harness import TEXT
+
+THREADS = """
+import threading
+from pathlib import Path
+from raylm.ingress.http.heap import HeapTrimmer
+
+def memory_mib():
+    return int(Path("/proc/self/statm").read_text().split()[1]) / 256
+
+def work():
+    bytearray(2**24)  # glibc keeps blocks of this size in its heaps from now on
+    together.wait()
+    parts = [bytearray(b"x" * 2**22) for _ in range(8)]
+    together.wait()
+
+trimmer, together = HeapTrimmer(), threading.Barrier(4)
+before = memory_mib()
+threads = [threading.Thread(target=work) for _ in range(4)]
+for thread in threads:
+    thread.start()
+for thread in threads:
+    thread.join()
+trimmer._trim()
+print(memory_mib() - before)
+"""
 
 
 async def test_a_large_answer_of_small_parts_takes_no_more_than_its_bytes() -> None:
@@ -44,6 +70,13 @@ async def test_the_heap_is_trimmed_once_behind_many_bytes() -> None:
     assert len(calls) == 1
     heap.carried(TRIM_AFTER_BYTES - 1)
     assert not heap._is_due, "counted anew"
+
+
+@pytest.mark.skipif(platform.libc_ver()[0] != "glibc", reason="other C libraries have other heaps")
+def test_the_heaps_of_threads_keep_nothing_large() -> None:
+    """128 MiB in four threads."""
+    done = subprocess.run([sys.executable, "-c", THREADS], capture_output=True, text=True, check=True)
+    assert float(done.stdout) < 16
 
 
 async def test_garbage_is_collected_once_no_request_is_open(monkeypatch: pytest.MonkeyPatch) -> None:
