@@ -60,6 +60,8 @@ class Cluster:
         """Serve the embedded model, and wait until all of it is there."""
         count = len(self.served)
         engine = {"threads": 1, "replicas": count} | engine
+        engines = engine["replicas"]
+        self._whole = [count, engines, engines * engine.get("pipeline_parallel_size", 1), count, engines]
         self.submit({"model": "embedded", "engine": engine, "ingress": {"replicas": count} | self.ingress})
         self.wait_until_whole()
 
@@ -92,8 +94,8 @@ class Cluster:
 
         def whole() -> bool:
             seen = self.seen()
-            counts = [len(self.nodes_of(kind)) for kind in ("Ingress", "EngineCore", "Worker")]
-            return [*counts, len(seen["engines"]), len(seen["ingresses"])] == [len(self.served)] * 5
+            found = [len(self.nodes_of(kind)) for kind in ("Ingress", "EngineCore", "Worker")]
+            return [*found, len(seen["ingresses"]), len(seen["engines"])] == self._whole
 
         until(whole, "the cluster is not whole", 400)
 
@@ -102,9 +104,12 @@ class Cluster:
         places = self.nodes_of("EngineCore") + self.nodes_of("Ingress")
         return max(self.network.machines[1:], key=lambda machine: places.count(machine.address))
 
-    def begin_streams(self, machines: list[Machine]) -> subprocess.Popen[str]:
+    def begin_streams(
+        self, machines: list[Machine], count: int = STREAMS, tokens: int = TOKENS
+    ) -> subprocess.Popen[str]:
+        """Streams through the proxies of these machines, which begin while it returns."""
         urls = [f"http://{machine.address}:8000" for machine in machines]
-        return self.network.begin("python", "-m", "tests.nodes.streams", str(STREAMS), str(TOKENS), *urls)
+        return self.network.begin("python", "-m", "tests.nodes.streams", str(count), str(tokens), *urls)
 
 
 def results(streams: subprocess.Popen[str]) -> list[dict[str, Any]]:

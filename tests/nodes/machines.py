@@ -11,7 +11,7 @@ import signal
 import subprocess
 import sys
 import time
-from collections.abc import Iterator
+from collections.abc import Collection, Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
 
@@ -64,9 +64,12 @@ class Machine:
     """One of them. Its home, as that of all its processes, is /tmp/home.
 
     With ``memory``, its processes may use so many bytes together, and find this limit where those of a container do.
+    Only with ``relayed`` its link can be slow.
     """
 
-    def __init__(self, network: str, number: int, folder: Path, memory: int | None = None) -> None:
+    def __init__(
+        self, network: str, number: int, folder: Path, memory: int | None = None, *, relayed: bool = False
+    ) -> None:
         self.address, self.name = f"{_NET}.{number}", f"node{number}"
         self.folder, self._network, self._port = folder / self.name, network, f"t{number}"
         self._hub = f"{network}hub"
@@ -77,7 +80,11 @@ class Machine:
             self._group.mkdir()
             (self._group / "memory.limit_in_bytes").write_text(str(memory))
         _ip("netns", "add", self._namespace)
-        _ip("-n", self._hub, "link", "add", self._port, "type", "veth", "peer", "eth0", "netns", self._namespace)
+        self._relay: subprocess.Popen[str] | None = None
+        if relayed:
+            self._relay = self._begin_relay()
+        else:
+            _ip("-n", self._hub, "link", "add", self._port, "type", "veth", "peer", "eth0", "netns", self._namespace)
         _ip("-n", self._hub, "link", "set", self._port, "master", "br0", "up")
         _ip("-n", self._namespace, "link", "set", "lo", "up")
         _ip("-n", self._namespace, "addr", "add", f"{self.address}/24", "dev", "eth0")
@@ -129,6 +136,25 @@ class Machine:
             entry += ["sh", "-c", 'echo 0 > /sys/fs/cgroup/memory/cgroup.procs; exec "$@"', "sh"]
         return [*entry, "env", "-i", *_variables("/tmp/home", environment)]
 
+    def _begin_relay(self) -> subprocess.Popen[str]:
+        far = f"u{self._port}"  # the device of the machine
+        command = [sys.executable, "-m", "tests.nodes.relay", self._port, far]
+        inside = ["ip", "netns", "exec", self._hub]
+        both = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE}
+        relay = subprocess.Popen([*inside, *command], **both, text=True, cwd=ROOT)
+        assert relay.stdout is not None
+        with relay.stdout as said:
+            assert said.readline() == "ready\n"
+        _ip("-n", self._hub, "link", "set", far, "name", "eth0", "netns", self._namespace)
+        return relay
+
+    def slow(self, delay_s: float, loss: float = 0.0) -> None:
+        """From now on each frame to and from it is late by ``delay_s``, and this share of frames is lost."""
+        assert self._relay is not None
+        assert self._relay.stdin is not None
+        self._relay.stdin.write(f"{delay_s} {loss}\n")
+        self._relay.stdin.flush()
+
     def plug(self, *, in_: bool) -> None:
         """Whether packets pass. Without, neither side hears of it."""
         state = _FORWARDING if in_ else _DISABLED
@@ -175,6 +201,8 @@ class Machine:
         self._parent.poll()
         if self._parent.returncode is None:
             self.kill()
+        if self._relay is not None:
+            self._relay.communicate()  # it ends with its standard input
         _run(["ip", "netns", "del", self._namespace], 60)
         if (group := self._group) is not None:
             until(lambda: not (group / "cgroup.procs").read_text(), "processes are left")
@@ -189,12 +217,14 @@ class Machine:
 class Network:
     """Some machines on a switch, and an operator's place beside them; leaving the context ends all of it.
 
-    ``memory`` limits the machines with these numbers, in bytes.
+    ``memory`` limits the machines with these numbers, in bytes. The links of ``relayed`` machines can be slow.
     """
 
-    def __init__(self, machines: int, folder: Path, memory: dict[int, int] | None = None) -> None:
+    def __init__(
+        self, machines: int, folder: Path, memory: dict[int, int] | None = None, relayed: Collection[int] = ()
+    ) -> None:
         self._prefix, self._folder, self._count = f"rl{os.getpid()}", folder, machines
-        self._memory = memory or {}
+        self._memory, self._relayed = memory or {}, relayed
         self._hub = f"{self._prefix}hub"
         self.machines: list[Machine] = []
         self.home = folder / "operator"
@@ -208,7 +238,8 @@ class Network:
             _ip("-n", self._hub, "addr", "add", f"{OPERATOR}/24", "dev", "br0")
             _ip("-n", self._hub, "link", "set", "br0", "up")
             for number in range(1, self._count + 1):
-                self.machines.append(Machine(self._prefix, number, self._folder, self._memory.get(number)))
+                memory, relayed = self._memory.get(number), number in self._relayed
+                self.machines.append(Machine(self._prefix, number, self._folder, memory, relayed=relayed))
         except BaseException:
             self.__exit__()
             raise

@@ -1,4 +1,7 @@
-"""Three machines of one cluster: whatever ends or silences one of them, no text changes and no stream waits long."""
+"""Three machines of one cluster: whatever ends or silences one of them, no text changes and no stream waits long.
+
+The environment variable TIMES sets how often each fault happens.
+"""
 
 from __future__ import annotations
 
@@ -18,6 +21,7 @@ pytestmark = [
     pytest.mark.skipif(lacking() is not None, reason=f"machines: {lacking()}"),
 ]
 
+TIMES = int(os.environ.get("TIMES", "1"))
 FREEZE_S = 20
 # Ray's own limits let a stream of a lost engine wait for 63 s; without keep-alives of HAProxy's a stream of an ingress
 # without power has no limit. What is asserted tells the two apart on a slow machine too; the figures are printed.
@@ -72,7 +76,7 @@ def test_a_client_on_any_machine_sees_the_cluster_and_others_do_not(cluster: Clu
         assert cluster.network.operator(*ask, f"http://{machine.address}:8000/v1/cluster") == "403"
 
 
-@pytest.mark.parametrize("fault", [kill, power_off, freeze, partition])
+@pytest.mark.parametrize("fault", [kill, power_off, freeze, partition] * TIMES)
 def test_a_machine_that_goes_takes_no_text_with_it(
     cluster: Cluster, texts: list[str], fault: Callable[[Machine], None], capsys: pytest.CaptureFixture[str]
 ) -> None:
