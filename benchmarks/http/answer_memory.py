@@ -35,7 +35,7 @@ from raylm.engine.snapshot import MOST_LISTED
 from raylm.messages import EngineSnapshot, EngineStats
 
 AT_ONCE = 8
-MOST = 1.3  # maximum memory relative to the memory before
+MOST = 1.3  # maximum memory relative to the warm memory
 SETTLE_S = 3.0
 _BEAT_S = 0.02
 _PAGES_PER_MIB = 2**20 / os.sysconf("SC_PAGESIZE")
@@ -168,7 +168,7 @@ async def running(url: str) -> AsyncIterator[str]:
 
 
 async def run(only: str, answers: int, out: Path | None, url: str, pid: str) -> float:
-    """The largest memory after a kind, relative to the memory before it."""
+    """The largest memory after a kind, relative to the warm memory."""
     units = dict.fromkeys(("answer", "before", "peak", "warm", "after"), "MiB")
     units |= {"after over warm": "", "after over before": ""}
     report, worst, peak = Report("answer_memory", units, out), 0.0, Peak(pid)
@@ -179,7 +179,7 @@ async def run(only: str, answers: int, out: Path | None, url: str, pid: str) -> 
                 if only in kind.name:
                     figures = await measure(url, kind, answers, peak, Path(folder))
                     report.add(kind.name, figures, f"{answers} answers")
-                    worst = max(worst, figures["after over before"])
+                    worst = max(worst, figures["after over warm"])
         watching.cancel()
     return worst
 
@@ -188,7 +188,7 @@ def main() -> int:
     options = parser(__doc__)
     options.add_argument("--only", default="", help="kinds whose name holds this")
     options.add_argument("--answers", type=int, default=200, help="of each kind")
-    options.add_argument("--check", action="store_true", help=f"fail above {MOST} times the memory before")
+    options.add_argument("--check", action="store_true", help=f"fail above {MOST} times the warm memory")
     options.add_argument("--url", default="", help="of a server that runs, with the id of its ingress as --pid")
     options.add_argument("--pid", default="self")
     args = options.parse_args()
