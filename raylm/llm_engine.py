@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import uuid
-from collections.abc import Awaitable, Callable
+from collections.abc import Awaitable, Callable, Sequence
 from contextlib import aclosing
 from dataclasses import dataclass
 from typing import TypeVar
@@ -36,7 +36,7 @@ class Completion:
     token_ids: list[int]
     finish_reason: FinishReason
     stop_reason: int | str | None = None
-    logprobs: list[TokenLogprob] | None = None
+    logprobs: Sequence[TokenLogprob] | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -46,7 +46,7 @@ class GenerationResult:
     prompt_token_ids: list[int]
     completions: list[Completion]
     num_cached_tokens: int = 0
-    prompt_logprobs: list[TokenLogprob | None] | None = None
+    prompt_logprobs: Sequence[TokenLogprob | None] | None = None
 
     @property
     def text(self) -> str:

@@ -17,7 +17,7 @@ import json
 import sys
 import tempfile
 import time
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Iterator
 from contextlib import asynccontextmanager
 from dataclasses import replace
 from functools import cache
@@ -56,20 +56,10 @@ class InstantEngine(EngineClient):
     def __init__(self, vocab_size: int) -> None:
         worker = WorkerInfo(64, 16, CONTEXT, vocab_size, "cpu", "float32", "cpu", 1, 0, 0)
         self.info = EngineInfo("instant", CONTEXT, worker)
-        self._steps: asyncio.Queue[EngineCoreOutputs] = asyncio.Queue()
+        self._answers: asyncio.Queue[Iterator[EngineCoreOutputs]] = asyncio.Queue()
 
     def add(self, request: EngineCoreRequest) -> None:
-        """Prepare all steps of the answer."""
-        if request.pooling is not None:
-            self._steps.put_nowait(_vector(request.key))
-            return
-        params, last = request.params, (request.params.max_tokens or 16) - 1
-        for number in range(last + 1):
-            step = _step(request.key, params.n, number, number == last, params.logprobs)
-            if number == 0 and params.prompt_logprobs is not None:
-                logprobs = _logprobs(len(request.prompt_token_ids) - 1, params.prompt_logprobs)
-                step.prompt_logprobs.append((request.key, logprobs))
-            self._steps.put_nowait(step)
+        self._answers.put_nowait(_steps(request))
 
     def abort(self, keys: list[int]) -> None:
         """Nothing to abort."""
@@ -94,11 +84,29 @@ class InstantEngine(EngineClient):
 
     async def outputs(self) -> AsyncIterator[EngineCoreOutputs]:
         while True:
-            yield replace(await self._steps.get(), created=time.time())
-            await asyncio.sleep(0)
+            answer = await self._answers.get()
+            if (step := next(answer, None)) is not None:
+                self._answers.put_nowait(answer)
+                yield step
+                del step  # an object that waits for the next answer would keep memory of this one from the system
+                await asyncio.sleep(0)
 
     async def close(self) -> None:
         """Nothing to close."""
+
+
+def _steps(request: EngineCoreRequest) -> Iterator[EngineCoreOutputs]:
+    """The steps of an answer. Each is made when it is sent, so that an answer takes no memory of the engine."""
+    if request.pooling is not None:
+        yield _vector(request.key)
+        return
+    params, last = request.params, (request.params.max_tokens or 16) - 1
+    for number in range(last + 1):
+        step = _step(request.key, params.n, number, number == last, params.logprobs)
+        if number == 0 and params.prompt_logprobs is not None:
+            logprobs = _logprobs(len(request.prompt_token_ids) - 1, params.prompt_logprobs)
+            step.prompt_logprobs.append((request.key, logprobs))
+        yield replace(step, created=time.time())
 
 
 def _step(key: int, n: int, step: int, last: bool, num_logprobs: int | None) -> EngineCoreOutputs:

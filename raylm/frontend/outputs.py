@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 from array import array
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
-from typing import Literal
+from itertools import accumulate, chain
+from typing import Literal, overload
 
 from raylm.messages import FinishReason, Logprobs
 
@@ -15,8 +16,8 @@ AnswerFinishReason = FinishReason | Literal["tool_calls"]
 class TokenLogprob:
     """One token's log-probability (natural, raw model distribution) and the most likely tokens in its position.
 
-    ``top`` has (token id, log-probability) of these tokens, in descending order. The numbers are stored in two arrays:
-    as Python objects they would take five times the memory, and an answer may have hundreds of thousands.
+    ``top`` has (token id, log-probability) of these tokens, in descending order. An entry without log-probabilities has
+    token id -1 and rank 0.
     """
 
     __slots__ = ("_logprobs", "_token_ids", "rank")
@@ -25,13 +26,6 @@ class TokenLogprob:
         self._token_ids = array("i", [token_id, *(other for other, _ in top)])
         self._logprobs = array("d", [logprob, *(value for _, value in top)])
         self.rank = rank
-
-    @classmethod
-    def of_columns(cls, token_ids: list[int], logprobs: list[float], rank: int) -> TokenLogprob:
-        """The entry of a token, which is the first of ``token_ids``; the others are the most likely tokens."""
-        entry = cls.__new__(cls)
-        entry._token_ids, entry._logprobs, entry.rank = array("i", token_ids), array("d", logprobs), rank
-        return entry
 
     @property
     def token_id(self) -> int:
@@ -62,16 +56,125 @@ class TokenLogprob:
         return f"TokenLogprob({self.token_id}, {self.logprob}, {self.rank}, {self.top})"
 
 
-def read_logprobs(columns: Logprobs) -> Iterator[TokenLogprob]:
-    """Iterate over each token's entry. A token without log-probabilities has token id -1 and rank 0."""
-    offset = 0
-    for count, rank in zip(columns.counts, columns.ranks, strict=True):
-        ids, values = columns.token_ids[offset : offset + count], columns.logprobs[offset : offset + count]
-        offset += count
-        if ids:
-            yield TokenLogprob.of_columns(ids, values, rank)
-        else:
-            yield TokenLogprob(-1, 0.0, 0)
+class TokenLogprobs(Sequence[TokenLogprob]):
+    """The log-probabilities of consecutive tokens. A TokenLogprob is made when it is read.
+
+    The numbers of all tokens are in four arrays, in blocks that the system has back when they are freed. An answer may
+    have hundreds of thousands of entries. As small objects they would leave Python's memory in pieces.
+    """
+
+    __slots__ = ("_ends", "_logprobs", "_ranks", "_token_ids")
+
+    def __init__(self, entries: Iterable[TokenLogprob] = ()) -> None:
+        self._ends = array("q")  # of each token's numbers in _token_ids and _logprobs
+        self._ranks = array("i")
+        self._token_ids, self._logprobs = array("i"), array("d")
+        for entry in entries:
+            self.append(entry)
+
+    @classmethod
+    def of_columns(cls, columns: Logprobs) -> TokenLogprobs:
+        """The entries of an engine's columns."""
+        ends, ranks = array("q", accumulate(columns.counts)), array("i", columns.ranks)
+        return cls._of(ends, ranks, array("i", columns.token_ids), array("d", columns.logprobs))
+
+    @classmethod
+    def _of(cls, ends: array[int], ranks: array[int], token_ids: array[int], logprobs: array[float]) -> TokenLogprobs:
+        found = cls.__new__(cls)
+        found._ends, found._ranks, found._token_ids, found._logprobs = ends, ranks, token_ids, logprobs
+        return found
+
+    def append(self, entry: TokenLogprob) -> None:
+        self._token_ids += entry._token_ids
+        self._logprobs += entry._logprobs
+        self._ranks.append(entry.rank)
+        self._ends.append(len(self._token_ids))
+
+    def extend(self, later: TokenLogprobs) -> None:
+        base = len(self._token_ids)
+        self._ends.extend([base + end for end in later._ends])
+        self._ranks += later._ranks
+        self._token_ids += later._token_ids
+        self._logprobs += later._logprobs
+
+    @overload
+    def __getitem__(self, index: int) -> TokenLogprob: ...
+
+    @overload
+    def __getitem__(self, index: slice) -> TokenLogprobs: ...
+
+    def __getitem__(self, index: int | slice) -> TokenLogprob | TokenLogprobs:
+        """One entry, or a copy of several entries."""
+        if isinstance(index, int):
+            place = range(len(self._ends))[index]
+            return self._entry(self._start(place), self._ends[place], self._ranks[place])
+        start, _, step = index.indices(len(self._ends))
+        if step != 1:
+            return TokenLogprobs(self[place] for place in range(len(self._ends))[index])
+        ends, base = self._ends[index], self._start(start)
+        part = slice(base, ends[-1] if ends else base)
+        if base:
+            ends = array("q", [end - base for end in ends])
+        return self._of(ends, self._ranks[index], self._token_ids[part], self._logprobs[part])
+
+    def __len__(self) -> int:
+        return len(self._ends)
+
+    def __iter__(self) -> Iterator[TokenLogprob]:
+        starts = chain((0,), self._ends)
+        return map(self._entry, starts, self._ends, self._ranks)
+
+    def __eq__(self, other: object) -> bool:
+        return list(self) == list(other) if isinstance(other, TokenLogprobs) else NotImplemented
+
+    __hash__ = None  # type: ignore[assignment]  # as of a list
+
+    def __repr__(self) -> str:
+        return f"TokenLogprobs({list(self)})"
+
+    def _start(self, place: int) -> int:
+        return self._ends[place - 1] if place else 0
+
+    def _entry(self, start: int, end: int, rank: int) -> TokenLogprob:
+        if start == end:
+            return TokenLogprob(-1, 0.0, 0)
+        entry = TokenLogprob.__new__(TokenLogprob)
+        entry._token_ids, entry._logprobs, entry.rank = self._token_ids[start:end], self._logprobs[start:end], rank
+        return entry
+
+
+class PromptLogprobs(Sequence[TokenLogprob | None]):
+    """An entry for each token of a prompt. Tokens without log-probabilities have None, as the first token."""
+
+    __slots__ = ("_known", "_num_missing")
+
+    def __init__(self, known: TokenLogprobs, num_tokens: int) -> None:
+        """``known`` are the entries of the last of ``num_tokens`` tokens."""
+        self._known, self._num_missing = known, num_tokens - len(known)
+
+    @overload
+    def __getitem__(self, index: int) -> TokenLogprob | None: ...
+
+    @overload
+    def __getitem__(self, index: slice) -> list[TokenLogprob | None]: ...
+
+    def __getitem__(self, index: int | slice) -> TokenLogprob | list[TokenLogprob | None] | None:
+        places = range(len(self))[index]
+        return self._at(places) if isinstance(places, int) else [self._at(place) for place in places]
+
+    def __len__(self) -> int:
+        return self._num_missing + len(self._known)
+
+    def __eq__(self, other: object) -> bool:
+        return list(self) == list(other) if isinstance(other, PromptLogprobs) else NotImplemented
+
+    __hash__ = None  # type: ignore[assignment]  # as of a list
+
+    def _at(self, place: int) -> TokenLogprob | None:
+        if place < self._num_missing:
+            return None
+        entry = self._known[place - self._num_missing]
+        return entry if entry.rank else None
 
 
 @dataclass(slots=True)
@@ -114,7 +217,7 @@ class CompletionDelta:
     index: int
     text: str = ""
     token_ids: list[int] = field(default_factory=list)
-    logprobs: list[TokenLogprob] | None = None
+    logprobs: TokenLogprobs | None = None
     finish_reason: AnswerFinishReason | None = None
     stop_reason: int | str | None = None
     reasoning: str = ""
@@ -122,7 +225,7 @@ class CompletionDelta:
     tokens_before_answer: int = 0
     tool_calls: list[ToolCallDelta] | None = None
     told: bool = False
-    text_logprobs: list[TokenLogprob] | None = None
+    text_logprobs: TokenLogprobs | None = None
 
     def takes(self, later: CompletionDelta) -> bool:
         """Whether ``add`` of the next delta keeps the order of the parts of the answer."""
@@ -151,12 +254,12 @@ class CompletionDelta:
         self.token_ids += later.token_ids
         if later.logprobs is not None:
             if self.logprobs is None:
-                self.logprobs = []
-            self.logprobs += later.logprobs
+                self.logprobs = TokenLogprobs()
+            self.logprobs.extend(later.logprobs)
         if later.text_logprobs is not None:
             if self.text_logprobs is None:
-                self.text_logprobs = []
-            self.text_logprobs += later.text_logprobs
+                self.text_logprobs = TokenLogprobs()
+            self.text_logprobs.extend(later.text_logprobs)
         self.reasoning_tokens += later.reasoning_tokens
         self.tokens_before_answer += later.tokens_before_answer
         self.tool_calls = join_calls(self.tool_calls, later.tool_calls)
@@ -190,7 +293,7 @@ class RequestOutput:
     prompt_token_ids: list[int]
     deltas: list[CompletionDelta]
     num_cached_tokens: int = 0
-    prompt_logprobs: list[TokenLogprob | None] | None = None
+    prompt_logprobs: PromptLogprobs | None = None
     finished: bool = False
     vector: bytes | None = None
     place: int = 0

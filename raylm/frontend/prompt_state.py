@@ -8,13 +8,12 @@ import time
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from functools import partial
-from itertools import islice
 
 from raylm.errors import InvalidRequestError, RayLMError
 from raylm.frontend.admission import Reservation
 from raylm.frontend.answers.answer_format import AnswerFormat, AnswerReader
 from raylm.frontend.engines.routed_engine import Route, RoutedPrompt
-from raylm.frontend.outputs import AnswerFinishReason, CompletionDelta, RequestOutput, TokenLogprob, read_logprobs
+from raylm.frontend.outputs import AnswerFinishReason, CompletionDelta, PromptLogprobs, RequestOutput, TokenLogprobs
 from raylm.frontend.telemetry import Telemetry
 from raylm.frontend.text.detokenizer import SequenceText
 from raylm.frontend.text.tokenizer import Tokenizer
@@ -63,7 +62,7 @@ class PromptState(RoutedPrompt):
         self._reservation = reservation
         self._prompt_token_ids: list[int] | None = None
         self._num_open = len(self.texts)
-        self._prompt_logprobs: list[TokenLogprob | None] | None = None
+        self._prompt_logprobs: PromptLogprobs | None = None
         self._deltas: list[CompletionDelta] = []
         self._newest: dict[int, CompletionDelta] = {}  # newest of ``_deltas``, by sequence
         self._error: RayLMError | None = None
@@ -79,7 +78,8 @@ class PromptState(RoutedPrompt):
         if self._error is not None:
             raise self._error
         if (columns := self.unread_logprobs) is not None:
-            self._prompt_logprobs = await offload(partial(self._read_prompt, columns), len(columns.token_ids))
+            known = await offload(partial(TokenLogprobs.of_columns, columns), len(columns.token_ids))
+            self._prompt_logprobs = PromptLogprobs(known, len(self.request.prompt_token_ids))
             self.unread_logprobs = None
         if self._prompt_token_ids is None:
             self._prompt_token_ids = list(self.request.prompt_token_ids)
@@ -93,11 +93,6 @@ class PromptState(RoutedPrompt):
             finished=self.finished,
             vector=self._vector,
         )
-
-    def _read_prompt(self, columns: Logprobs) -> list[TokenLogprob | None]:
-        """One entry for each prompt token. The first token has none, because no token precedes it."""
-        missing = len(self.request.prompt_token_ids) - len(columns.counts)
-        return [*[None] * missing, *(entry if entry.rank else None for entry in read_logprobs(columns))]
 
     def close(self) -> bool:
         """Stop reading. Returns whether an engine may still run the prompt."""
@@ -235,7 +230,12 @@ class PromptState(RoutedPrompt):
         delta.text, count, stop = self.texts[delta.index].push(delta.token_ids, ended)
         delta.finish_reason = ended
         delta.token_ids = delta.token_ids[:count]
-        delta.logprobs = None if self.request.params.logprobs is None else (delta.logprobs or [])[:count]
+        if self.request.params.logprobs is None:
+            delta.logprobs = None
+        elif delta.logprobs is None:
+            delta.logprobs = TokenLogprobs()
+        elif count < len(delta.logprobs):
+            delta.logprobs = delta.logprobs[:count]
         if stop is not None:
             delta.finish_reason, delta.stop_reason = "stop", stop
 
@@ -284,11 +284,11 @@ def process(prompts: Mapping[int, PromptState], outputs: EngineCoreOutputs) -> l
     for key, columns in outputs.prompt_logprobs:
         if (prompt := prompts.get(key)) is not None:
             prompt.unread_logprobs = columns
-    logprobs = None if outputs.logprobs is None else read_logprobs(outputs.logprobs)
+    logprobs = None if outputs.logprobs is None else TokenLogprobs.of_columns(outputs.logprobs)
     start = 0
     for entry, key in enumerate(outputs.keys):
         end = start + outputs.token_counts[entry]
-        described = None if logprobs is None else list(islice(logprobs, end - start))
+        described = None if logprobs is None else logprobs[start:end]
         prompt, index = prompts.get(key), outputs.indexes[entry]
         if prompt is not None and not prompt.finished and not prompt.texts[index].finished:
             prompt.crashes = 0

@@ -19,7 +19,7 @@ from raylm.frontend.answers.reasoning_parsers import REASONING_PARSERS
 from raylm.frontend.answers.tool_calls import TOOL_PARSERS
 from raylm.frontend.defaults import PoolingDefaults
 from raylm.frontend.engines.adapters import AdapterDirectory
-from raylm.frontend.outputs import CompletionDelta, RequestOutput, TokenLogprob
+from raylm.frontend.outputs import CompletionDelta, PromptLogprobs, RequestOutput, TokenLogprob, TokenLogprobs
 from raylm.frontend.text.chat_template import ROLES, prepare_messages
 from raylm.messages import ReasoningTokenIds
 from raylm.params import PoolingParams, SamplingParams
@@ -160,7 +160,8 @@ class FakeAsyncLLM:
         decoders = [codecs.getincrementaldecoder("utf-8")("replace") for _ in replies]
         prompt_logprobs = None
         if params.prompt_logprobs is not None:
-            prompt_logprobs = [None, *(logprob(t, params.prompt_logprobs) for t in ids[1:])]
+            known = TokenLogprobs(logprob(t, params.prompt_logprobs) for t in ids[1:])
+            prompt_logprobs = PromptLogprobs(known, len(ids))
         steps = range(0, max(map(len, replies)), self.step)
         for number, start in enumerate(steps):
             if number == self.fail_after:
@@ -176,7 +177,7 @@ class FakeAsyncLLM:
                     reason = ("stop" if tokens[-1] == EOS else "length") if last else None
                     logprobs = None
                     if params.logprobs is not None:
-                        logprobs = [logprob(t, params.logprobs) for t in new]
+                        logprobs = TokenLogprobs(logprob(t, params.logprobs) for t in new)
                     deltas.append(CompletionDelta(i, text, new, logprobs, reason))
             yield RequestOutput(
                 call.head.request_id, ids, deltas, len(ids) // 2, prompt_logprobs, finished=start == steps[-1]

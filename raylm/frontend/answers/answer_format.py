@@ -6,7 +6,7 @@ from dataclasses import dataclass
 
 from raylm.frontend.answers.reasoning_parsers import ReasoningMarkers, ReasoningParser, ReasoningTokenCounter
 from raylm.frontend.answers.tool_calls import ToolParser, Tools
-from raylm.frontend.outputs import CompletionDelta, TokenLogprob
+from raylm.frontend.outputs import CompletionDelta, TokenLogprob, TokenLogprobs
 from raylm.messages import ReasoningTokenIds
 
 
@@ -96,7 +96,7 @@ class TextTokens:
     def __init__(self) -> None:
         self._waiting: list[tuple[TokenLogprob, str]] = []  # (token, its text) of tokens not yet assigned
 
-    def add(self, entries: list[TokenLogprob], said: str) -> None:
+    def add(self, entries: TokenLogprobs, said: str) -> None:
         """Add the next tokens, and their joint text ``said``."""
         last = len(entries) - 1
         self._waiting += [(entry, said if place == last else "") for place, entry in enumerate(entries)]
@@ -105,15 +105,16 @@ class TextTokens:
         """Drop all waiting tokens: they were reasoning or part of a call."""
         self._waiting.clear()
 
-    def take(self, text: str, num_held: int) -> list[TokenLogprob]:
+    def take(self, text: str, num_held: int) -> TokenLogprobs:
         """Return the tokens of ``text``. ``num_held`` characters after ``text`` are held back by parsers."""
+        found = TokenLogprobs()
         if not text:
-            return []
+            return found
         whole = "".join(said for _, said in self._waiting)
         end = len(whole) - num_held
         if not whole.endswith(text, 0, end):  # text after it was dropped already
             end = whole.rfind(text) + len(text) if text in whole else len(whole)
-        found, later, begin, at = [], [], end - len(text), 0
+        later, begin, at = [], end - len(text), 0
         for entry, said in self._waiting:
             start, at = at, at + len(said)
             if start >= end:

@@ -188,7 +188,7 @@ class ChatChoices(Choices):
     def _logprobs(self, delta: CompletionDelta) -> JSONObject | None:
         if self._num_logprobs is None:
             return None
-        shown = (delta.logprobs or [])[self._num_hidden(delta) :]
+        shown = () if delta.logprobs is None else delta.logprobs[self._num_hidden(delta) :]
         return chat_logprobs(shown, self._shown_as, drawn=bool(self._body.logprob_token_ids))
 
     def _shown_ids(self, delta: CompletionDelta) -> list[int]:
