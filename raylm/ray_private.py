@@ -18,6 +18,7 @@ import ray
 
 # Parts of Serve's template for HAProxy; each must occur exactly once.
 _DEFAULTS, _ROUTING, _BACKENDS = "\ndefaults\n", "\n    # Static routing based on ", "\nbackend default_backend\n"
+_REPLICA = "\n    server {{ server.name }} {{ server.host }}:{{ server.port }} check"
 _ADMIN_SOCKET, _KEEP_ALIVE = " mode 666 level admin ", "http-keep-alive {{ config.timeout_http_keep_alive_s }}s"
 _FRONTEND = "\n    bind {{ config.frontend_host }}:{{ config.frontend_port }}\n"
 _PROMETHEUS, _AFTER_PROMETHEUS, _STATISTICS = (
@@ -224,14 +225,16 @@ class HAProxyLines:
 
     ``defaults`` are lines of the section ``defaults``, ``connections`` lines of the HTTP frontend. ``routing`` are
     rules of that frontend before the choice of a backend; in them the Jinja variable ``backends`` holds Serve's
-    BackendConfig of all HTTP applications. ``sections`` are whole sections. An idle connection is kept for
-    ``keep_alive_s``. HAProxy's statistics and metrics for Prometheus listen on ``monitor_host``; None disables both.
+    BackendConfig of all HTTP applications. ``sections`` are whole sections. ``server`` is added to the line of each
+    replica. An idle connection is kept for ``keep_alive_s``. HAProxy's statistics and metrics for Prometheus listen on
+    ``monitor_host``; None disables both.
     """
 
     defaults: str
     connections: str
     routing: str
     sections: str
+    server: str
     keep_alive_s: int
     monitor_host: str | None
 
@@ -257,6 +260,7 @@ def edit_haproxys_template(lines: HAProxyLines) -> None:
         _FRONTEND: _FRONTEND + lines.connections,
         _ROUTING: "\n" + lines.routing + _ROUTING,
         _BACKENDS: "\n" + lines.sections + _BACKENDS,
+        _REPLICA: _REPLICA + lines.server,
     }
     if lines.monitor_host is None:
         for section, following in ((_PROMETHEUS, _AFTER_PROMETHEUS), (_STATISTICS, "")):

@@ -34,6 +34,7 @@ class Cluster:
         self.ingress: dict[str, Any] = {}  # of the configuration, beside the number
         self.served = network.machines if head_cpus else network.machines[1:]
         self._head_cpus = str(head_cpus)
+        self.key = ""  # an admin's, if there are API keys
         self.asked: Machine | None = None if head_cpus == 0 else self.head
         self._environment = HEALTH_CHECKS | ({} if redis is None else {"RAY_REDIS_ADDRESS": redis})
         for home in (network.home, *(machine.home for machine in network.machines)):
@@ -83,7 +84,8 @@ class Cluster:
     def seen(self) -> dict[str, Any]:
         """What a proxy says of the cluster, to a client on its machine, the last one that has a server."""
         asked = self.asked or self.served[-1]
-        found: dict[str, Any] = json.loads(asked.run("curl", "-sf", "-m", "10", "http://localhost:8000/v1/cluster"))
+        options = ("-sf", "-m", "10", "-H", f"authorization: Bearer {self.key}")
+        found: dict[str, Any] = json.loads(asked.run("curl", *options, "http://localhost:8000/v1/cluster"))
         return found
 
     def nodes_of(self, kind: str) -> list[str]:
@@ -110,6 +112,11 @@ class Cluster:
         """Streams through the proxies of these machines, which begin while it returns."""
         urls = [f"http://{machine.address}:8000" for machine in machines]
         return self.network.begin("python", "-m", "tests.nodes.streams", str(count), str(tokens), *urls)
+
+    def begin_asks(self, machine: Machine, key: str, seconds: float, rate: float) -> subprocess.Popen[str]:
+        """Requests with a key through the proxy of a machine, so many in each second."""
+        url = f"http://{machine.address}:8000"
+        return self.network.begin("python", "-m", "tests.nodes.asks", str(seconds), str(rate), url, KEY=key)
 
 
 def results(streams: subprocess.Popen[str]) -> list[dict[str, Any]]:

@@ -134,7 +134,8 @@ class Machine:
         entry = ["nsenter", "-t", str(self._init), "-m", "-n", "-p", "-u", "-i", "--"]
         if self._group is not None:
             entry += ["sh", "-c", 'echo 0 > /sys/fs/cgroup/memory/cgroup.procs; exec "$@"', "sh"]
-        return [*entry, "env", "-i", *_variables("/tmp/home", environment)]
+        ctrl_c = "--default-signal=INT"  # else it is ignored if the tests run in the background
+        return [*entry, "env", "-i", ctrl_c, *_variables("/tmp/home", environment)]
 
     def _begin_relay(self) -> subprocess.Popen[str]:
         far = f"u{self._port}"  # the device of the machine
@@ -186,6 +187,10 @@ class Machine:
             for pid in members:
                 with suppress(ProcessLookupError):
                     os.kill(pid, signal.SIGCONT)
+
+    def runs(self, actor: str) -> bool:
+        """Whether one of its processes is a Ray actor of this class."""
+        return any(actor in (Path("/proc") / str(pid) / "cmdline").read_text() for pid in self.members())
 
     def members(self) -> list[int]:
         def namespace(pid: str) -> str:

@@ -107,6 +107,7 @@ class RemoteState:
 
     def _open(self) -> ActorHandle:
         options: dict[str, Any] = {"num_cpus": 0, "max_restarts": -1, "lifetime": "detached", "get_if_exists": True}
+        options["memory"] = 1  # byte; Ray places an actor without any resource on a random node
         here = NodeAffinitySchedulingStrategy(ray.get_runtime_context().get_node_id(), soft=True)  # this node answers
         options["scheduling_strategy"] = here
         return ray.remote(StateActor).options(name=self._name, namespace=NAMESPACE, **options).remote()

@@ -48,14 +48,14 @@ _CONNECTIONS_OF_ADDRESSES = """    stick-table type ipv6 size 100k expire 10m st
 _FORWARD_CLIENT = "    option forwardfor\n"
 
 # Cuts the connections to a replica whose node is silent, for example without power. The kernel of the node answers
-# keep-alive probes for a live replica, even a stopped one, so an idle stream is not cut. tcp-ut is the same limit for
-# sent data that is not acknowledged.
+# keep-alive probes for a live replica, even a stopped one, so an idle stream is not cut. _CUT_UNHEARD is the same limit
+# for sent data that is not acknowledged; HAProxy 2.8 takes it from the line of a server, not from default-server.
 _CUT_SILENT = f"""    option srvtcpka
     srvtcpka-idle {_IDLE_S}s
     srvtcpka-intvl {_PROBE_S}s
     srvtcpka-cnt {_LOST_PROBES}
-    default-server tcp-ut {_IDLE_S + _LOST_PROBES * _PROBE_S}s
 """
+_CUT_UNHEARD = f" tcp-ut {_IDLE_S + _LOST_PROBES * _PROBE_S}s"
 
 # HAProxy answers probes itself if a replica reported readiness in the last few seconds. A replica with many new
 # connections would answer a probe late. Without such a report, for example at the start, HAProxy asks the replicas,
@@ -112,9 +112,8 @@ def configure(manager: object) -> None:
         per_address=connections_per_address(most), crowded=most - min(_LAST_PLACES, most // 4), few=_FEW
     )
     monitor = os.environ.get(_MONITOR_VARIABLE) or None
-    ray_private.edit_haproxys_template(
-        ray_private.HAProxyLines(_FORWARD_CLIENT + _CUT_SILENT, connections, _PROBES, _ASKED, _KEPT_S, monitor)
-    )
+    sections = _FORWARD_CLIENT + _CUT_SILENT, connections, _PROBES, _ASKED, _CUT_UNHEARD
+    ray_private.edit_haproxys_template(ray_private.HAProxyLines(*sections, _KEPT_S, monitor))
     settings = (head.encode() + body, _BUFSIZE, most, _CONNECT_S, _HEAD_S, _READER_S, (_NO_SPLICING,))
     ray_private.configure_haproxy(manager, ray_private.HAProxySettings(*settings))
 

@@ -189,6 +189,17 @@ async def test_a_replica_that_goes_without_a_word_is_noticed_by_tcp(haproxy: Any
     writer.close()
 
 
+async def test_a_replica_that_acknowledges_nothing_is_noticed_by_tcp(haproxy: Any) -> None:
+    """In tests/nodes/test_shared_state.py requests reach a node without power on open connections."""
+    lines = [line.split() for line in _config(haproxy).splitlines()]
+    replicas = [line for line in lines if line[:2] == ["server", "replica"] and "check" in line]
+    assert [line[line.index("tcp-ut") + 1] for line in replicas] == ["11s"] * 2
+
+
+def _config(haproxy: Any) -> str:
+    return Path(haproxy.config_file_path).read_text()
+
+
 async def ask(port: int, replica: Replica, apart: bool) -> asyncio.StreamWriter:
     """Send a request, its body ``apart`` from its head, and wait until the replica has all of it."""
     _, writer = await asyncio.open_connection("127.0.0.1", port)
