@@ -3,8 +3,9 @@
     python -m benchmarks.http.flood --url http://127.0.0.1:8000 --requests 1000 [--floods 20]
 
 Half of the requests stream. A 200 is right if its text is the one that the same prompt had alone, before the flood
-(temperature 0). Meanwhile another process asks /health every 5 ms and notes the longest wait. A third one asks in the
-same way a server that has nothing to do but to answer it: what these two processes wait for is the machine's floor.
+(temperature 0). A stream that began before the flood gives the gaps between its events. Meanwhile another process asks
+/health every 5 ms and notes the longest wait. A third one asks in the same way a server that has nothing to do but to
+answer it: what these two processes wait for is the machine's floor.
 """
 
 from __future__ import annotations
@@ -17,7 +18,8 @@ import socket
 import sys
 import time
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import AsyncIterator, Sequence
+from contextlib import asynccontextmanager
 from dataclasses import dataclass
 from multiprocessing.synchronize import Event
 from urllib.parse import urlsplit
@@ -31,6 +33,7 @@ PROMPTS = 32
 _PAUSE_S = 0.005
 UNITS = {
     "answered": "", "wrong": "", "time": "s", "TTFT p50": "ms", "TTFT p99": "ms",
+    "gap p99": "ms", "gap longest": "ms",
     "/health p99": "ms", "/health longest": "ms", "floor p99": "ms", "floor longest": "ms",
 }  # fmt: skip
 
@@ -108,19 +111,55 @@ def serve_floor(ports: multiprocessing.Queue[int]) -> None:
                 connection.sendall(b"HTTP/1.1 200 OK\r\ncontent-length: 0\r\n\r\n")
 
 
-async def flood(url: str, total: int, max_tokens: int) -> tuple[list[Outcome], float]:
-    """All outcomes, and the seconds to the last outcome."""
+@asynccontextmanager
+async def running_stream(url: str, model: str) -> AsyncIterator[list[float]]:
+    """Seconds between the events of one stream, which has begun and goes on to the end of the context."""
+    gaps: list[float] = []
+    has_begun = asyncio.Event()
+    body = {"model": model, "prompt": "Once", "stream": True, "max_tokens": 7000, "ignore_eos": True}
+
+    async def read() -> None:
+        async with (
+            aiohttp.ClientSession(timeout=aiohttp.ClientTimeout(total=600)) as session,
+            session.post(f"{url}/v1/completions", json=body) as response,
+        ):
+            last = time.perf_counter()
+            async for _ in sse(response):
+                now = time.perf_counter()
+                gaps.append(now - last)
+                last = now
+                has_begun.set()
+
+    reading = asyncio.create_task(read())
+    await has_begun.wait()
+    gaps.clear()
+    yield gaps
+    if reading.done():
+        raise RuntimeError("The stream ended before the flood.")
+    reading.cancel()
+    await asyncio.wait([reading])
+
+
+async def flood(url: str, total: int, max_tokens: int) -> tuple[list[Outcome], float, list[float]]:
+    """All outcomes, the seconds to the last outcome, and the seconds between events of a stream."""
     timeout = aiohttp.ClientTimeout(total=600)
     async with aiohttp.ClientSession(connector=aiohttp.TCPConnector(limit=0), timeout=timeout) as session:
-        asking = Flood(session, url, await first_model(session, url), max_tokens)
+        model = await first_model(session, url)
+        asking = Flood(session, url, model, max_tokens)
         await asking.learn()
-        begun = time.perf_counter()
-        outcomes = await asyncio.gather(*(asking.ask(place) for place in range(total)))
-        return outcomes, time.perf_counter() - begun
+        async with running_stream(url, model) as gaps:
+            begun = time.perf_counter()
+            outcomes = await asyncio.gather(*(asking.ask(place) for place in range(total)))
+            return outcomes, time.perf_counter() - begun, gaps
 
 
 def report(
-    outcomes: Sequence[Outcome], seconds: float, probes: Sequence[Probe], floor: Sequence[Probe], to: Report
+    outcomes: Sequence[Outcome],
+    seconds: float,
+    gaps: Sequence[float],
+    probes: Sequence[Probe],
+    floor: Sequence[Probe],
+    to: Report,
 ) -> bool:
     """Print the figures. Returns whether all statuses were 200 or 429, all 200 were right, and every probe got 200."""
     waits, healths = [wait for _, wait in probes], Counter(status for status, _ in probes)
@@ -133,6 +172,8 @@ def report(
         "time": seconds,
         "TTFT p50": 1e3 * quantile(ttfts, 0.5),
         "TTFT p99": 1e3 * quantile(ttfts, 0.99),
+        "gap p99": 1e3 * quantile(gaps, 0.99),
+        "gap longest": 1e3 * max(gaps),
         "/health p99": 1e3 * quantile(waits, 0.99),
         "/health longest": 1e3 * max(waits),
         "floor p99": 1e3 * quantile([wait for _, wait in floor], 0.99),
@@ -167,13 +208,13 @@ def measured(url: str, requests: int, max_tokens: int, to: Report) -> bool:
     for watcher in watchers:
         watcher.start()
     try:
-        outcomes, seconds = asyncio.run(flood(url, requests, max_tokens))
+        outcomes, seconds, gaps = asyncio.run(flood(url, requests, max_tokens))
     finally:
         stop.set()
     probes, floor = (waits.get(timeout=60) for waits in asked.values())
     for process in (*watchers, server):
         process.join()
-    return report(outcomes, seconds, probes, floor, to)
+    return report(outcomes, seconds, gaps, probes, floor, to)
 
 
 if __name__ == "__main__":
