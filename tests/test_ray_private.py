@@ -127,12 +127,14 @@ def test_haproxys_template_has_each_part_that_is_changed_once() -> None:
     template = import_module("ray.serve._private.haproxy").HAPROXY_CONFIG_TEMPLATE
     names = (
         "ADMIN_SOCKET", "KEEP_ALIVE", "DEFAULTS", "FRONTEND", "ROUTING", "BACKENDS", "PROMETHEUS", "AFTER_PROMETHEUS",
-        "STATISTICS", "PROMETHEUS_PORT", "STATISTICS_PORT",
+        "STATISTICS", "PROMETHEUS_PORT", "STATISTICS_PORT", "REPLICA",
     )  # fmt: skip
     assert [template.count(getattr(ray_private, f"_{name}")) for name in names] == [1] * len(names)
 
 
-@pytest.mark.parametrize("name", ["ADMIN_SOCKET", "KEEP_ALIVE", "FRONTEND", "PROMETHEUS", "STATISTICS", "BACKENDS"])
+@pytest.mark.parametrize(
+    "name", ["ADMIN_SOCKET", "KEEP_ALIVE", "FRONTEND", "PROMETHEUS", "STATISTICS", "BACKENDS", "REPLICA"]
+)
 def test_a_part_that_went_away_is_no_silent_change(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     from raylm import ray_private
 
@@ -140,7 +142,7 @@ def test_a_part_that_went_away_is_no_silent_change(name: str, monkeypatch: pytes
     before = haproxy.HAPROXY_CONFIG_TEMPLATE.replace(getattr(ray_private, f"_{name}"), "")
     monkeypatch.setattr(haproxy, "HAPROXY_CONFIG_TEMPLATE", before)
     with pytest.raises(RuntimeError, match="0 times instead of once"):
-        ray_private.edit_haproxys_template(ray_private.HAProxyLines("", "", "", "    x\n", 10, None))
+        ray_private.edit_haproxys_template(ray_private.HAProxyLines("", "", "", "    x\n", " y", 10, None))
     assert before == haproxy.HAPROXY_CONFIG_TEMPLATE
 
 
