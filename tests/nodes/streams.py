@@ -36,7 +36,7 @@ async def read(number: int, tokens: int, urls: list[str]) -> dict[str, Any]:
                 client.stream("POST", url, content=content, headers=headers) as answer,
             ):
                 event_id = ""
-                async for line in answer.aiter_lines() if answer.status_code == 200 else ():
+                async for line in answer.aiter_lines():  # an error has none that count
                     name, _, value = line.partition(": ")
                     if name == "id":
                         event_id = value

@@ -44,8 +44,8 @@ class Team {
   // Sets the number of threads that take part, from 1 to all. Must not be called within run.
   void use(int threads) { active_ = threads; }
 
-  // Runs `work(thread)` on every thread that takes part; the caller is thread 0. Returns when all have ended. All
-  // threads run the same phases.
+  // Runs `work(thread)` on every thread that takes part; the caller is thread 0. All threads run the same phases.
+  // Returns when all threads that have begun have ended. A thread that has not begun by then does not take part.
   void run(const std::function<void(int)>& work, Redo redo = Redo::kNo) {
     if (first_ > kMostPhases) start_anew();
     work_ = &work;
@@ -54,7 +54,9 @@ class Team {
     wake();
     seats_[0].phase = first_;
     work(0);
-    for (int here; (here = arrived_.load(std::memory_order_acquire)) < active_;) await(arrived_, here, kPhaseSpins);
+    int begun = 1;
+    for (int i = 1; i < active_; i++) begun += !withdraw(seats_[i]);
+    for (int here; (here = arrived_.load(std::memory_order_acquire)) < begun;) await(arrived_, here, kPhaseSpins);
     first_ = seats_[0].phase;
   }
 
@@ -109,6 +111,14 @@ class Team {
   static constexpr int kMostMarks = 8192;  // pieces of larger phases are not computed again
   static constexpr unsigned kMostPhases = 1u << 31;
   static constexpr Clock::duration kLeastPatience = std::chrono::microseconds(40);
+
+  // The place where a thread waits for its next step (see `wake`), its phase (read only by the thread), and the taken
+  // part of its stretch: the phase, then the pieces.
+  struct alignas(64) Seat {
+    std::atomic<unsigned> round{0};
+    unsigned phase = 0;
+    alignas(64) std::atomic<uint64_t> taken{0};
+  };
 
   bool is_over(unsigned phase) const { return over_.load(std::memory_order_acquire) >= phase; }
 
@@ -198,11 +208,25 @@ class Team {
     while (value.load(std::memory_order_acquire) == old) value.wait(old, std::memory_order_acquire);
   }
 
+  // A seat's round is odd while its thread is invited to a step. The thread and `run` compete to make it even: the
+  // thread when it begins, `run` when the step has ended without it.
   void wake() {
     for (int i = 1; i < active_; i++) {
       seats_[i].round.fetch_add(1, std::memory_order_release);
       seats_[i].round.notify_one();
     }
+  }
+
+  static bool is_invited(unsigned round) { return round % 2; }
+
+  // Returns false if the seat's thread has begun the step.
+  static bool withdraw(Seat& seat) {
+    unsigned round = seat.round.load(std::memory_order_relaxed);
+    return is_invited(round) && seat.round.compare_exchange_strong(round, round + 1, std::memory_order_relaxed);
+  }
+
+  static bool begin(Seat& seat, unsigned round) {
+    return is_invited(round) && seat.round.compare_exchange_strong(round, round + 1, std::memory_order_acquire);
   }
 
   void serve(int thread) {
@@ -211,7 +235,9 @@ class Team {
     unsigned seen = 0;
     while (true) {
       await(seat.round, seen, kStepSpins);
-      seen = seat.round.load(std::memory_order_acquire);
+      seen = seat.round.load(std::memory_order_relaxed);
+      if (!begin(seat, seen)) continue;
+      seen++;
       if (ending_.load()) return;
       seat.phase = first_;
       (*work_)(thread);
@@ -219,14 +245,6 @@ class Team {
       arrived_.notify_one();
     }
   }
-
-  // The place where a thread waits for its next step, its phase (read only by the thread), and the taken part of its
-  // stretch: the phase, then the pieces.
-  struct alignas(64) Seat {
-    std::atomic<unsigned> round{0};
-    unsigned phase = 0;
-    alignas(64) std::atomic<uint64_t> taken{0};
-  };
 
   inline static thread_local int seat_ = 0;  // of this thread; the thread that calls run has 0
 
