@@ -19,9 +19,10 @@ SHARES = 2  # of the tests without Ray
 
 def arguments() -> list[list[str]]:
     """The arguments of each pytest."""
-    files = sorted(str(file) for file in Path("tests").rglob("test_*.py"))
-    shares = [["not ray and not long", *files[share::SHARES]] for share in range(SHARES)]
-    return [*shares, ["ray and not long"]]
+    files = sorted(Path("tests").rglob("test_*.py"))
+    shares = [["not ray and not long", *map(str, files[share::SHARES])] for share in range(SHARES)]
+    with_ray = [str(file) for file in files if "mark.ray" in file.read_text()]
+    return [*shares, ["ray and not long", *with_ray]]
 
 
 def main() -> int:

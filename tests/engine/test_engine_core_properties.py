@@ -21,7 +21,7 @@ def live(seed: int, length: int) -> Life:
     return life
 
 
-@settings(max_examples=450, deadline=None)
+@settings(max_examples=150, deadline=None)
 @given(seed=st.integers(0, 2**32), length=st.integers(20, 120))
 def test_every_client_gets_what_it_would_have_got_alone(seed: int, length: int) -> None:
     live(seed, length)
