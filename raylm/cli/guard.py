@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 import threading
 import time
 
@@ -31,7 +30,10 @@ def take_away(names: list[str], with_serve: bool) -> None:
 
 
 class ApplicationGuard:
-    """A detached actor: it outlives the driver that it watches, and ends itself afterwards."""
+    """A detached actor: it outlives the driver that it watches, and ends itself afterwards.
+
+    Ray starts it anew, on any node, when its process or its node is lost.
+    """
 
     def __init__(self, job_id: str, names: list[str], with_serve: bool) -> None:
         self._job_id = job_id
@@ -46,7 +48,7 @@ class ApplicationGuard:
         while not ray_private.job_has_ended(self._job_id):
             time.sleep(PERIOD_S)
         take_away(self._names, self._with_serve)
-        os._exit(0)  # without an error, so that Ray does not restart the actor
+        ray.kill(ray.get_runtime_context().current_actor, no_restart=True)
 
 
 def guards() -> list[str]:
@@ -60,7 +62,7 @@ def start_guard(names: list[str], with_serve: bool) -> ray.actor.ActorHandle:
     job_id = ray.get_runtime_context().get_job_id()
     guard = (
         ray.remote(ApplicationGuard)
-        .options(name=f"{_NAME}{job_id}", namespace=NAMESPACE, lifetime="detached", num_cpus=0)
+        .options(name=f"{_NAME}{job_id}", namespace=NAMESPACE, lifetime="detached", num_cpus=0, max_restarts=-1)
         .remote(job_id, names, with_serve)
     )
     ray.get(guard.is_watching.remote())

@@ -45,6 +45,13 @@ class Cluster:
         place = ["--port", str(self.port), "--name", "ours", "--route-prefix", "/ours", "--num-blocks", "512"]
         return [sys.executable, "-m", "raylm.cli.main", "serve", "embedded", *place, *words]
 
+    def kill_guards(self) -> None:
+        listed = subprocess.run(["pgrep", "-f", "^ray::ApplicationGuard"], capture_output=True, text=True, check=True)
+        ours = [pid for pid in listed.stdout.split() if str(self.token) in Path(f"/proc/{pid}/environ").read_text()]
+        assert ours
+        for pid in ours:
+            os.kill(int(pid), signal.SIGKILL)
+
     def refusal(self, *words: str, **environment: str) -> str:
         """What a start that cannot succeed says, in its only line behind those of its stages."""
         environ = self.environment | environment
@@ -124,7 +131,7 @@ class Serving:
             time.sleep(0.1)
 
     def wait_ready(self) -> None:
-        self.wait(lambda: "ready " in self.written() or self.process.poll() is not None, "is not ready")
+        self.wait(lambda: "  ready " in self.written() or self.process.poll() is not None, "is not ready")
         assert self.process.poll() is None, self.written()
 
     def child(self) -> int:
@@ -158,6 +165,7 @@ def test_a_crash_takes_away_only_ours_and_the_next_start_waits_for_that(cluster:
         with Serving(cluster, tmp_path / "again") as serving:
             serving.wait_ready()
             assert cluster.ours().status_code == 200
+            cluster.kill_guards()  # they are started anew
             os.kill(serving.child(), signal.SIGKILL)
             os.kill(serving.process.pid, signal.SIGKILL)
             serving.wait(lambda: cluster.ours().status_code == 404, "still serves after its crash")
