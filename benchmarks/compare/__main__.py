@@ -96,7 +96,7 @@ class Comparison:
         self.missing = dict(contenders.missing)
         self.limits: list[Limits] = []
         self._shape = read_shape(model)
-        self._words = Words(model)
+        self._words = Words(resolve(str(model)).path)
         self._started = time.monotonic()
         self._ends = self._started
 
@@ -303,7 +303,9 @@ def print_report(run: Comparison, steps: list[StepTimes], folder: Path) -> None:
 def parse() -> argparse.Namespace:
     """--quick only changes defaults."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--model", default="embedded", help="a checkpoint directory, the same that the peers serve")
+    parser.add_argument(
+        "--model", default="embedded", help="a checkpoint's directory or a GGUF file, the same that the peers serve"
+    )
     parser.add_argument("--vllm-python", help="interpreter of an environment with vLLM's CPU build")
     parser.add_argument("--llama-server", help="llama.cpp's server binary")
     parser.add_argument("--gguf", type=Path, nargs="+", default=[], help="the model for llama.cpp, one peer each")
@@ -339,7 +341,7 @@ def main() -> int:
     args = parse()
     adopt_orphans()
     signal.signal(signal.SIGTERM, lambda *_: sys.exit(1))  # the engines are stopped in this case too
-    model = resolve(args.model, None).path
+    model = Path(str(resolve(args.model)))
     folder = args.out or Path(tempfile.mkdtemp(prefix="raylm-compare-"))
     folder.mkdir(parents=True, exist_ok=True)
     run = Comparison(args, model, Starter(args, model, folder).field())

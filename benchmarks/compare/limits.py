@@ -16,6 +16,10 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from gguf import GGUFReader
+
+from raylm.checkpoint import resolve
+
 RUNS = 7
 READ_BYTES, GEMM_SIZE = 1 << 30, 4096
 
@@ -48,17 +52,23 @@ class Shape:
 
 
 def read_shape(model: Path) -> Shape:
-    """Read the shape from the checkpoint's config.json and the headers of its safetensors files."""
-    config = json.loads((model / "config.json").read_text())
+    """Read the shape of a checkpoint's directory or of a GGUF file."""
+    checkpoint = resolve(str(model))
+    config = checkpoint.config
     heads, layers = config["num_attention_heads"], config["num_hidden_layers"]
     head_dim = config.get("head_dim") or config["hidden_size"] // heads
     head = config["vocab_size"] * config["hidden_size"]
-    matrices = sum(_weights(shape) for file in model.glob("*.safetensors") for shape in _matrix_shapes(file))
+    files, size = checkpoint.weight_files, 2.0
+    if checkpoint.gguf is None:
+        matrices = sum(_weights(shape) for file in files for shape in _matrix_shapes(file))
+    else:
+        matrices, size = _matrices_of_gguf(files)
     return Shape(
         layer_weights=matrices,
         head_weights=head,
         attention_size=layers * heads * head_dim,
         kv_size=2 * layers * config.get("num_key_value_heads", heads) * head_dim,
+        bytes_each=size,
     )
 
 
@@ -71,6 +81,14 @@ def _matrix_shapes(file: Path) -> list[list[int]]:
         for name, entry in header.items()
         if name != "__metadata__" and len(entry["shape"]) == 2 and "embed_tokens" not in name and "lm_head" not in name
     ]
+
+
+def _matrices_of_gguf(files: list[Path]) -> tuple[int, float]:
+    """The weights in the decoder's matrices, and the bytes of one of them."""
+    tensors = [tensor for file in files for tensor in GGUFReader(file).tensors]
+    found = [tensor for tensor in tensors if tensor.name.startswith("blk.") and len(tensor.shape) == 2]
+    weights = sum(int(tensor.n_elements) for tensor in found)
+    return weights, sum(int(tensor.n_bytes) for tensor in found) / weights
 
 
 def _weights(shape: list[int]) -> int:

@@ -23,6 +23,8 @@ from benchmarks.compare.report import OURS, Sample
 from benchmarks.compare.workloads import SERVED, ChatClient, Prompts, Words
 from raylm.checkpoint import EMBEDDED
 from raylm.client import Connection
+from tests.checkpoints import make_checkpoint
+from tests.gguf_files import make_gguf
 
 FIELD = Field(Contender(OURS, []), [])
 
@@ -235,3 +237,10 @@ def test_the_shape_of_the_embedded_model_is_read_from_its_files() -> None:
     assert shape.head_weights == config["vocab_size"] * hidden
     found = limits.bounds(Limits(50e9, 1e12), shape, [1])
     assert found["W1", "out_tok_s"] > found["HTTP", "out_tok_s at 1"] > 0
+
+
+def test_the_shape_of_a_gguf_file_has_the_bytes_of_its_blocks(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+    checkpoint = make_checkpoint(tmp_path / "model")
+    found = limits.read_shape(make_gguf(checkpoint, tmp_path / "model.gguf", "Q8_0"))
+    assert found == replace(limits.read_shape(checkpoint), bytes_each=34 / 32)
