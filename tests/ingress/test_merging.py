@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+from collections.abc import AsyncIterator
 from random import Random
 from typing import Any
 
+import httpx
 import orjson
 import pytest
 
@@ -20,15 +22,26 @@ ANSWERS = range(len(SAID))
 WAYS = range(8)  # in which tokens come together
 
 
-async def ask(path: str, body: dict[str, Any], answer: int, way: int) -> str:
-    llm, engine = AsyncLLM(Config(model="embedded")), WritingEngine("e", Random(way))
-    engine.first = answer
+class Server:
+    """The app over one engine."""
+
+    def __init__(self, client: httpx.AsyncClient, engine: WritingEngine) -> None:
+        self._client, self._engine = client, engine
+
+    async def ask(self, path: str, body: dict[str, Any], answer: int, way: int) -> str:
+        self._engine.first, self._engine.random = answer, Random(way)
+        found = await self._client.post(path, json={"model": "embedded"} | body)
+        assert found.status_code == 200, found.text
+        return found.text
+
+
+@pytest.fixture
+async def server() -> AsyncIterator[Server]:
+    llm, engine = AsyncLLM(Config(model="embedded")), WritingEngine("e", Random(0))
     llm.add_engine(engine)
     async with client_of(build_asgi_app(llm, Config(model="embedded"))) as client:
-        found = await client.post(path, json={"model": "embedded"} | body)
+        yield Server(client, engine)
     await llm.stop()
-    assert found.status_code == 200, found.text
-    return found.text
 
 
 def part_of(item: dict[str, Any]) -> tuple[Any, ...]:
@@ -38,14 +51,14 @@ def part_of(item: dict[str, Any]) -> tuple[Any, ...]:
 
 
 @pytest.mark.parametrize("answer", ANSWERS)
-async def test_items_of_a_response_and_their_logprobs(answer: int) -> None:
+async def test_items_of_a_response_and_their_logprobs(server: Server, answer: int) -> None:
     body = {
         "input": "Hi", "max_output_tokens": 400, "top_logprobs": 1, "reasoning": {"effort": "low"},
         "tools": [{"type": "function"} | FUNCTION], "stop": ["END"],
     }  # fmt: skip
     found = []
     for way in WAYS:
-        streamed = typed_events(await ask("/v1/responses", body | {"stream": True}, answer, way))
+        streamed = typed_events(await server.ask("/v1/responses", body | {"stream": True}, answer, way))
         response = streamed[-1]["response"]
         found.append([part_of(item) for item in response["output"]])
         told: dict[int, list[str]] = {}
@@ -58,7 +71,7 @@ async def test_items_of_a_response_and_their_logprobs(answer: int) -> None:
             if logprobs
         }
         assert told == kept
-        whole = orjson.loads(await ask("/v1/responses", body, answer, way))
+        whole = orjson.loads(await server.ask("/v1/responses", body, answer, way))
         assert [part_of(item) for item in whole["output"]] == found[-1]
     assert all(parts == found[0] for parts in found)
     for kind, text, logprobs in found[0]:
@@ -68,23 +81,23 @@ async def test_items_of_a_response_and_their_logprobs(answer: int) -> None:
 
 
 @pytest.mark.parametrize("answer", ANSWERS)
-async def test_blocks_of_a_message(answer: int) -> None:
+async def test_blocks_of_a_message(server: Server, answer: int) -> None:
     body = {
         "messages": ASK, "max_tokens": 400, "thinking": {"type": "enabled", "budget_tokens": 100},
         "tools": [{"name": "f", "input_schema": {}}],
     }  # fmt: skip
     found = []
     for way in WAYS:
-        content = orjson.loads(await ask("/v1/messages", body, answer, way))["content"]
+        content = orjson.loads(await server.ask("/v1/messages", body, answer, way))["content"]
         found.append([[block.get(name) for name in ("type", "thinking", "text", "input")] for block in content])
-        streamed = typed_events(await ask("/v1/messages", body | {"stream": True}, answer, way))
+        streamed = typed_events(await server.ask("/v1/messages", body | {"stream": True}, answer, way))
         starts = [event["content_block"]["type"] for event in streamed if event["type"] == "content_block_start"]
         assert starts == [kind for kind, *_ in found[-1]]
     assert all(blocks == found[0] for blocks in found)
 
 
 @pytest.mark.parametrize("answer", ANSWERS)
-async def test_logprobs_of_a_chat_completion(answer: int) -> None:
+async def test_logprobs_of_a_chat_completion(server: Server, answer: int) -> None:
     """They are those of all tokens, of reasoning and calls too."""
     body = {
         "messages": ASK, "max_tokens": 400, "logprobs": True, "reasoning_effort": "low",
@@ -92,9 +105,9 @@ async def test_logprobs_of_a_chat_completion(answer: int) -> None:
     }  # fmt: skip
     found = []
     for way in WAYS:
-        (choice,) = orjson.loads(await ask("/v1/chat/completions", body, answer, way))["choices"]
+        (choice,) = orjson.loads(await server.ask("/v1/chat/completions", body, answer, way))["choices"]
         found.append(choice["logprobs"]["content"])
-        chunks = events(await ask("/v1/chat/completions", body | {"stream": True}, answer, way))[:-1]
+        chunks = events(await server.ask("/v1/chat/completions", body | {"stream": True}, answer, way))[:-1]
         logprobs = [chunk["choices"][0]["logprobs"] for chunk in chunks]
         assert [entry for some in logprobs if some for entry in some["content"]] == found[-1]
     assert all(content == found[0] for content in found)
