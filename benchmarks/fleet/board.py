@@ -51,15 +51,18 @@ COSTS = {
 }
 TERMS = [name for names in ABLATIONS.values() for name in names]
 UNITS = {
-    "capacity": "requests/s", "speed": "", "mean": "ms", "p99": "ms", "good": "%", "goodput": "requests/s",
-    "hit rate": "%", "fairness": "", "CPU": "s",
+    "capacity": "requests/s", "speed": "", "mean": "ms", "p99": "ms", "ITL mean": "ms", "ITL p99": "ms", "good": "%",
+    "goodput": "requests/s", "hit rate": "%", "fairness": "", "CPU": "s",
 }  # fmt: skip
 TARGETS = {"gpu": Targets(2000.0, 100.0), "cpu": Targets(30_000.0, 500.0)}
 
 
 @dataclass(frozen=True)
 class Cell:
-    """One simulation. ``load`` is in percent of the capacity; 0 measures the capacity. ``size``: requests an engine."""
+    """One simulation. ``load`` is in percent of the capacity; 0 measures the capacity. ``size``: requests an engine.
+
+    ``part`` counts from 1.
+    """
 
     trace: str
     costs: str
@@ -68,19 +71,20 @@ class Cell:
     load: int
     policy: str
     size: int
+    part: int = 1
 
     @property
     def case(self) -> str:
         return (
             f"{self.trace}, {self.costs}, {self.engines} engines, {self.ingresses} ingresses, {self.load} %, "
-            f"{self.size} each, {self.policy}"
+            f"{self.size} each, part {self.part}, {self.policy}"
         )
 
     @classmethod
     def of(cls, case: str) -> Cell:
-        trace, costs, *numbers, policy = case.split(", ", 6)
+        trace, costs, *numbers, part, policy = case.split(", ", 7)
         engines, ingresses, load, size = (int(number.split()[0]) for number in numbers)
-        return cls(trace, costs, engines, ingresses, load, policy, size)
+        return cls(trace, costs, engines, ingresses, load, policy, size, int(part.split()[1]))
 
     def fleet(self) -> Fleet:
         queue = {"max_queued_requests": 1_000_000, "max_queued_tokens": 1_000_000_000_000}
@@ -100,16 +104,16 @@ def read(path: Path) -> list[TraceLine]:
 
 
 def chosen(lines: list[TraceLine], cell: Cell) -> list[TraceLine]:
-    """The first requests, as many as the cell has for its engines, and the first turns of sessions."""
+    """The requests of the cell's part, with the first turns of sessions only."""
     turns: Counter[str] = Counter()
-    found = []
+    found, number = [], cell.size * cell.engines
     for line in sorted(lines, key=lambda line: line.session):  # whole sessions, one after another
         turns[line.session] += 1
         if not line.session or turns[line.session] <= TURNS:
             found.append(line)
-        if len(found) == cell.size * cell.engines:
-            break
-    return sorted(found, key=lambda line: line.arrival)
+        if len(found) == cell.part * number:
+            return sorted(found[-number:], key=lambda line: line.arrival)
+    raise SystemExit(f"{cell.trace} has {len(found)} requests, and {cell.case} needs {cell.part * number}")
 
 
 def faster(lines: list[TraceLine], speed: float) -> list[TraceLine]:
@@ -146,6 +150,8 @@ def measured(outcome: Outcome, costs: str) -> dict[str, float]:
     return {
         "mean": found["ttft_ms"]["mean"],
         "p99": found["ttft_ms"]["p99"],
+        "ITL mean": found["itl_ms"]["mean"],
+        "ITL p99": found["itl_ms"]["p99"],
         "good": 100 * found["good_share"],
         "goodput": found["goodput_per_s"],
         "hit rate": 100 * found["hit_rate"],
@@ -164,7 +170,7 @@ class Board:
         """The figures of all cells. Cells that are missing are simulated."""
         for cell in cells:
             whole = read(paths[cell.trace])
-            full = Cell(cell.trace, cell.costs, 4, 1, 0, "RayLM", cell.size)
+            full = Cell(cell.trace, cell.costs, 4, 1, 0, "RayLM", cell.size, cell.part)
             if full not in self._figures:
                 self._add(full, {"capacity": capacity(full, chosen(whole, full))})
             if cell not in self._figures:
@@ -196,6 +202,7 @@ def main() -> None:
     options.add_argument("--loads", type=int, nargs="+", default=[50, 80, 95])
     options.add_argument("--policies", nargs="+", choices=[*POLICIES, *TERMS], default=["RayLM", *OTHERS])
     options.add_argument("--requests", type=int, default=150, help="for each engine")
+    options.add_argument("--parts", type=int, nargs="+", default=[1], help="of each trace; 1 is its beginning")
     options.add_argument("--ablate", choices=list(ABLATIONS))
     args = options.parse_args()
     gc.collect()
@@ -205,15 +212,16 @@ def main() -> None:
     policies = ["RayLM", *ABLATIONS[args.ablate]] if args.ablate else args.policies
     paths = {path.stem: path for path in args.traces}
     cells = [
-        Cell(trace, costs, engines, ingresses, load, policy, args.requests)
-        for engines, costs, trace, ingresses, load, policy in product(
-            args.engines, args.costs, paths, args.ingresses, args.loads, policies
+        Cell(trace, costs, engines, ingresses, load, policy, args.requests, part)
+        for engines, costs, trace, part, ingresses, load, policy in product(
+            args.engines, args.costs, paths, args.parts, args.ingresses, args.loads, policies
         )
     ]
     for cell, row in board.fill(cells, paths):
         print(
-            f"{cell.case:80} mean {row['mean']:9,.0f}  p99 {row['p99']:9,.0f} ms  good {row['good']:5.1f} %  "
-            f"hit {row['hit rate']:5.1f} %  fair {row['fairness']:.3f}  {row['CPU']:.1f} s",
+            f"{cell.case:80} mean {row['mean']:9,.0f}  p99 {row['p99']:9,.0f} ms  ITL {row['ITL mean']:6.1f}  "
+            f"p99 {row['ITL p99']:6.0f} ms  good {row['good']:5.1f} %  hit {row['hit rate']:5.1f} %  "
+            f"fair {row['fairness']:.3f}  {row['CPU']:.1f} s",
             flush=True,
         )
 

@@ -7,7 +7,7 @@
 - board_terms.svg: mean and p99 of TTFT without each term of RayLM's Router and fair queue, relative to those with it.
 
 The pictures have the cells of 4 engines and 4 ingresses, at 80 % of the capacity; those of the terms also other loads.
-The table has RayLM's ratio to the best of the others in every cell.
+The table has RayLM's ratio to the best of the others in every cell. Figures are means over the parts of a trace.
 """
 
 from __future__ import annotations
@@ -15,6 +15,7 @@ from __future__ import annotations
 import argparse
 from collections.abc import Callable, Sequence
 from pathlib import Path
+from statistics import fmean
 
 from benchmarks.fleet.board import TERMS, Cell, kept
 from benchmarks.fleet.policies import POLICIES
@@ -29,13 +30,23 @@ Metric = Callable[[Figures, Figures], float]
 
 
 def grouped(cells: dict[Cell, Figures]) -> dict[Place, dict[str, Figures]]:
-    """The figures of each place, by policy; only places that RayLM was measured in."""
-    found: dict[Place, dict[str, Figures]] = {}
+    """The figures of each place, by policy: means over the parts that RayLM was measured in."""
+    parts: dict[Place, dict[str, dict[int, Figures]]] = {}
     for cell, figures in cells.items():
         if cell.load:
             where = cell.trace, cell.costs, cell.engines, cell.ingresses, cell.load, cell.size * cell.engines
-            found.setdefault(where, {})[cell.policy] = figures
-    return {where: of for where, of in found.items() if "RayLM" in of}
+            parts.setdefault(where, {}).setdefault(cell.policy, {})[cell.part] = figures
+    return {
+        where: {
+            name: averaged(list(found.values())) for name, found in of.items() if found.keys() == of["RayLM"].keys()
+        }
+        for where, of in parts.items()
+        if "RayLM" in of
+    }
+
+
+def averaged(parts: Sequence[Figures]) -> Figures:
+    return {name: fmean(part[name] for part in parts) for name in parts[0]}
 
 
 def table(cells: dict[Cell, Figures]) -> list[str]:
@@ -49,6 +60,7 @@ def table(cells: dict[Cell, Figures]) -> list[str]:
         "requests",
         "mean",
         "p99",
+        "ITL p99",
         "good, points",
         "best by mean",
     ]
@@ -57,7 +69,7 @@ def table(cells: dict[Cell, Figures]) -> list[str]:
         named = {name: row for name, row in of.items() if name in POLICIES and name != "RayLM"}
         if others := list(named.values()):
             mine = of["RayLM"]
-            ratios = [f"{mine[name] / min(row[name] for row in others):.2f}" for name in ("mean", "p99")]
+            ratios = [f"{mine[name] / min(row[name] for row in others):.2f}" for name in ("mean", "p99", "ITL p99")]
             good = mine["good"] - max(row["good"] for row in others)
             best = min(named, key=lambda name: named[name]["mean"])
             lines.append([*map(str, where), *ratios, f"{good:+.1f}", best])

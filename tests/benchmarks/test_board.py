@@ -71,6 +71,10 @@ def test_sessions_are_whole_but_for_their_later_turns() -> None:
     given = [one for name in "abc" for one in lines(30, session=name)]
     found = board.chosen(given, board.Cell("t", "gpu", 2, 1, 80, "RayLM", 25))
     assert [sum(line.session == name for line in found) for name in "abc"] == [20, 20, 10]
+    second = board.chosen(given, board.Cell("t", "gpu", 1, 1, 80, "RayLM", 25, 2))
+    assert [sum(line.session == name for line in second) for name in "abc"] == [0, 15, 10]
+    with pytest.raises(SystemExit, match=r"t has 60 requests, and .* needs 75"):
+        board.chosen(given, board.Cell("t", "gpu", 1, 1, 80, "RayLM", 25, 3))
     faster = board.faster(lines(2, session="a", think_s=3.0), 2.0)
     assert [(line.arrival, line.think_s) for line in faster] == [(0.0, 1.5), (0.25, 1.5)]
 
@@ -106,13 +110,16 @@ def test_without_a_term_choices_differ() -> None:
 def test_pictures_and_the_ratio_to_the_best(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    units = {"mean": "ms", "p99": "ms", "good": "%", "hit rate": "%", "CPU": "s"}
+    units = {"mean": "ms", "p99": "ms", "ITL p99": "ms", "good": "%", "hit rate": "%", "CPU": "s"}
     file = tmp_path / "board.jsonl"
     for policy, mean in {"RayLM": 10.0, "random": 30.0, "SMG": 8.0, "first come, first served": 11.0}.items():
-        figures = {"mean": mean, "p99": 20.0, "good": 90.0, "hit rate": 50.0, "CPU": 1.0}
-        rows.append(file, "board", board.Cell("t", "gpu", 4, 4, 80, policy, 3).case, figures, units)
+        for part in (1, 2):
+            figures = {"mean": mean * part, "p99": 20.0, "ITL p99": 5.0, "good": 90.0, "hit rate": 50.0, "CPU": 1.0}
+            rows.append(file, "board", board.Cell("t", "gpu", 4, 4, 80, policy, 3, part).case, figures, units)
+    figures |= {"mean": 1.0}
+    rows.append(file, "board", board.Cell("t", "gpu", 4, 4, 80, "llm-d", 3).case, figures, units)  # in one part only
     monkeypatch.setattr(sys, "argv", ["pictures", str(file), "--to", str(tmp_path)])
     board_pictures.main()
-    assert "| t | gpu | 4 | 4 | 80 | 12 | 1.25 | 1.00 | +0.0 | SMG |" in capsys.readouterr().out
+    assert "| t | gpu | 4 | 4 | 80 | 12 | 1.25 | 1.00 | 1.00 | +0.0 | SMG |" in capsys.readouterr().out
     for name in ("policies", "goodput", "terms"):
         assert (tmp_path / f"board_{name}.svg").stat().st_size > 1000
