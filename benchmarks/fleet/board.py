@@ -4,16 +4,18 @@
     raylm trace agents trace_*.json --longest 200000 --to traces/agents.jsonl
     raylm trace azure AzureLLMInferenceTrace_code.csv --to traces/azure_code.jsonl
     raylm trace azure AzureLLMInferenceTrace_conv.csv --to traces/azure_chat.jsonl
-    raylm trace servegen m-large/*-trace.csv --begin 72000 --seconds 600 --share 0.02 --to traces/servegen.jsonl
+    raylm trace servegen m-large/*-trace.csv --begin 72000 --seconds 600 --share 0.08 --to traces/servegen.jsonl
     python -m benchmarks.fleet.board traces/*.jsonl --out board.jsonl
 
-A cell is a trace, costs, engines, ingresses, a load and a policy. Its rows are appended to ``--out`` when it ends, and
-a later run leaves out the cells that the file has. A trace's speed is chosen so that it asks for ``--loads`` percent of
-the capacity, which is measured: all requests come at once, to four engines with RayLM's Router, and the requests a
-second are counted between the first 10 % and 80 % of the ends. Each cell has the first ``--requests`` requests for each
-engine, and of a session of agents its first 20 turns. An ingress knows its own requests at once, and blocks and the
-requests of others as they were 0.1 s ago. ``--ablate router`` and ``--ablate queue`` take RayLM alone, and without each
-term of the Router or of the fair queue; ``--policies "no risk"`` takes out one.
+A cell is a trace, costs, engines, ingresses, a load, a part of the trace and a policy. Its rows are appended to
+``--out`` when it ends, and a later run leaves out the cells that the file has. A trace's speed is chosen so that it
+asks for ``--loads`` percent of the capacity, which is measured: all requests come at once, and those of a session one
+after the other, to four engines with RayLM's Router, and the requests a second are counted between the first 10 % and
+80 % of the ends. Sessions begin faster than recorded, and their times to think are as recorded. A part has
+``--requests`` requests for each engine; part 1 is the trace's beginning, and the next one begins where it ends. Of a
+session of agents the first 20 turns are used. An ingress knows its own requests at once, and blocks and the requests
+of others as they were 0.1 s ago. ``--ablate router`` and ``--ablate queue`` take RayLM alone, and without each term
+of the Router or of the fair queue; ``--policies "no risk"`` takes out one.
 
 Costs: ``gpu`` approximates an 8B model on a GPU, ``cpu`` is fitted to the steps of a 0.6B model on two cores in
 benchmarks/results/forward.jsonl. A request is good within 2 s to the first token and 100 ms between tokens (gpu), or
@@ -117,14 +119,16 @@ def chosen(lines: list[TraceLine], cell: Cell) -> list[TraceLine]:
 
 
 def faster(lines: list[TraceLine], speed: float) -> list[TraceLine]:
-    return [
-        line.model_copy(update={"arrival": line.arrival / speed, "think_s": line.think_s / speed}) for line in lines
-    ]
+    """Requests and sessions come faster. Within a session the times to think are as recorded."""
+    return [line.model_copy(update={"arrival": line.arrival / speed}) for line in lines]
 
 
 def rate(lines: list[TraceLine]) -> float:
-    """Requests a second, if answers took no time. Sessions begin evenly within the time of the longest."""
-    return len(lines) / (lines[-1].arrival - lines[0].arrival)
+    """Requests for each second in which requests without a session, or sessions, begin."""
+    begins: dict[str, float] = {}
+    for line in lines:
+        begins.setdefault(line.session or str(line.arrival), line.arrival)
+    return len(lines) / (max(begins.values()) - min(begins.values()))
 
 
 def run(cell: Cell, lines: list[TraceLine], speed: float) -> Outcome:
@@ -134,8 +138,9 @@ def run(cell: Cell, lines: list[TraceLine], speed: float) -> Outcome:
 
 
 def capacity(cell: Cell, lines: list[TraceLine]) -> float:
-    """Requests a second of one engine."""
-    ends = sorted(one.last_s for one in run(cell, lines, 1e9).served)
+    """Requests a second of one engine, if no session takes time to think."""
+    eager = [line.model_copy(update={"think_s": 0.0}) for line in lines]
+    ends = sorted(one.last_s for one in run(cell, eager, 1e9).served)
     first, last = ends[len(ends) // 10], ends[len(ends) * 8 // 10]
     return (len(ends) * 8 // 10 - len(ends) // 10) / (last - first) / cell.engines
 

@@ -76,7 +76,10 @@ def test_sessions_are_whole_but_for_their_later_turns() -> None:
     with pytest.raises(SystemExit, match=r"t has 60 requests, and .* needs 75"):
         board.chosen(given, board.Cell("t", "gpu", 1, 1, 80, "RayLM", 25, 3))
     faster = board.faster(lines(2, session="a", think_s=3.0), 2.0)
-    assert [(line.arrival, line.think_s) for line in faster] == [(0.0, 1.5), (0.25, 1.5)]
+    assert [(line.arrival, line.think_s) for line in faster] == [(0.0, 3.0), (0.25, 3.0)]
+    turns = [*lines(40, session="a"), *lines(1, session="b")]
+    turns[-1] = turns[-1].model_copy(update={"arrival": 4.1})
+    assert board.rate(turns) == 41 / 4.1, "one session begins at 0 s, the other at 4.1 s"
 
 
 @pytest.mark.parametrize("name", [name for names in ABLATIONS.values() for name in names])
