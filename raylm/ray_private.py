@@ -11,7 +11,6 @@ from collections import Counter
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any
 
 import ray
@@ -38,12 +37,6 @@ def stop_flag() -> Callable[[], bool]:
     return lambda: bool(replica._shutting_down)
 
 
-def route_prefix() -> Callable[[], str]:
-    """Call in a Serve replica. The returned function gives the path under which Serve has mounted the application."""
-    replica = _replica()
-    return lambda: str(replica._route_prefix or "")
-
-
 def routed_for_s() -> float:
     """Seconds for which Serve's proxies may still route requests to an ingress replica that has begun to stop."""
     from ray.serve._private import constants
@@ -55,14 +48,6 @@ def routed_for_s() -> float:
 def _replica() -> Any:
     actor_id = ray.get_runtime_context().current_actor._actor_id
     return ray._private.worker.global_worker.actors[actor_id]._replica_impl
-
-
-def replace_http_server(server: type) -> None:
-    """Make Serve use this subclass of uvicorn's Server. Call before Serve starts an HTTP server in this process."""
-    import uvicorn
-    from ray.serve._private import http_util
-
-    http_util.uvicorn = SimpleNamespace(Server=server, Config=uvicorn.Config)
 
 
 def serve_headers() -> tuple[frozenset[bytes], frozenset[bytes]]:

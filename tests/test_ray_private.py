@@ -67,7 +67,6 @@ def test_a_name_is_there(module: str, name: str) -> None:
     [
         ("ray.serve._private.replica", "self._replica_impl"),
         ("ray.serve._private.replica", "self._shutting_down"),
-        ("ray.serve._private.replica", "self._route_prefix"),
         ("ray.serve._private.replica", "__serve_build_asgi_app__"),
         ("ray.serve._private.haproxy", "self._haproxy"),
         ("ray._private.node", "self.all_processes"),
@@ -77,13 +76,6 @@ def test_a_name_is_there(module: str, name: str) -> None:
 )
 def test_an_attribute_of_an_object_is_there(module: str, attribute: str) -> None:
     assert attribute in inspect.getsource(import_module(module))
-
-
-def test_serves_http_server_takes_two_names_of_uvicorn() -> None:
-    source = inspect.getsource(import_module("ray.serve._private.http_util").start_asgi_http_server)
-    body = source.partition("server = ")[2]
-    assert set(re.findall(r"\buvicorn\.(\w+)\(", body)) == {"Server", "Config"}
-    assert "server.serve(sockets=[sock])" in body
 
 
 def test_the_headers_that_serve_reads_in_a_replica() -> None:

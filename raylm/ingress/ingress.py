@@ -27,7 +27,6 @@ from raylm.ray_private import (
     listen_where_ray_does,
     listening_host,
     raylm_actors,
-    route_prefix,
     routed_for_s,
     shared_secret,
     stop_flag,
@@ -86,7 +85,6 @@ class Ingress:
         """
         from raylm.frontend import RemoteState, StateClient  # building need not wait for the imports here
         from raylm.ingress.handle_calls import HandleCalls
-        from raylm.ingress.http.entrance import ENTRANCE
         from raylm.ingress.http.hosts import is_loopback
         from raylm.ingress.routes import Surroundings, build_asgi_app
 
@@ -115,7 +113,6 @@ class Ingress:
         self._start(app_name, app.state.jobs)
         if not self._config.engine.scales_to_zero:
             await self._llm.until_engine()
-        ENTRANCE.open(app, route_prefix())
         return app
 
     def _create_llm(self, context: ReplicaContext) -> AsyncLLM:

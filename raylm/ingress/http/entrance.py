@@ -2,57 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
-
 from starlette.middleware import Middleware
 from starlette.types import ASGIApp, Receive, Scope, Send
 
 from raylm import ray_private
-from raylm.ingress.http.listener import CrowdServer
 from raylm.ingress.http.middleware import ServeErrorMiddleware, ThrottleMiddleware
-from raylm.ingress.http.probes import PROBES
-
-
-class Entrance:
-    """The app of this process's replica and its mount path. The replica writes both once, when it can answer.
-
-    The middleware needs it because Serve does not pass the app to middleware.
-    """
-
-    def __init__(self) -> None:
-        self.app: ASGIApp | None = None
-        self._route_prefix: Callable[[], str] = str
-
-    def open(self, app: ASGIApp, route_prefix: Callable[[], str]) -> None:
-        self.app, self._route_prefix = app, route_prefix
-
-    def mounted(self, scope: Scope) -> str | None:
-        """Serve's root path for a probe of this app, or None for any other request."""
-        root: str = scope.get("root_path", "") + self._route_prefix().rstrip("/")
-        path: str = scope["path"]
-        return root if path.startswith(root) and path[len(root) :] in PROBES else None
-
-
-ENTRANCE = Entrance()
-
-
-class ProbeMiddleware:
-    """Answers probes by the app itself, in the turn of the event loop in which the probe is read.
-
-    Serve's handling would take several turns and one of the replica's request slots. In a proxy process, which has no
-    app, the middleware passes every request on.
-    """
-
-    def __init__(self, app: ASGIApp, entrance: Entrance = ENTRANCE) -> None:
-        self._app = app
-        self._entrance = entrance
-
-    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        answers = self._entrance.app
-        if answers is None or scope["type"] != "http" or (root := self._entrance.mounted(scope)) is None:
-            await self._app(scope, receive, send)
-        else:
-            await answers({**scope, "root_path": root}, receive, send)
 
 
 class HeadersMiddleware:
@@ -63,9 +17,8 @@ class HeadersMiddleware:
     another thread, which uvloop does not support.
     """
 
-    def __init__(self, app: ASGIApp, entrance: Entrance = ENTRANCE) -> None:
+    def __init__(self, app: ASGIApp) -> None:
         self._app = app
-        self._entrance = entrance
         self._steering, self._read = ray_private.serve_headers()
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
@@ -74,9 +27,21 @@ class HeadersMiddleware:
         await self._app(scope, receive, send)
 
     def _passes(self, name: bytes, value: bytes) -> bool:
-        if name in self._steering and self._entrance.app is not None:
+        if name in self._steering and _is_replica():
             return False
         return value.isascii() or name.replace(b"_", b"-") not in self._read or _is_utf8(value)
+
+
+def _is_replica() -> bool:
+    """Whether this process is a replica. Serve's proxies run the same middleware."""
+    from ray import serve
+    from ray.serve.exceptions import RayServeException
+
+    try:
+        serve.get_replica_context()
+    except RayServeException:
+        return False
+    return True
 
 
 def _is_utf8(value: bytes) -> bool:
@@ -90,9 +55,6 @@ def _is_utf8(value: bytes) -> bool:
 def serve_middlewares() -> list[Middleware]:
     """The middleware of Serve's proxies and replica servers, outermost last.
 
-    Serve calls this function (RAY_SERVE_HTTP_PROXY_CALLBACK_IMPORT_PATH) before it starts such a server. The function
-    also replaces the server by CrowdServer.
+    Serve calls this function (RAY_SERVE_HTTP_PROXY_CALLBACK_IMPORT_PATH) before it starts such a server.
     """
-    ray_private.replace_http_server(CrowdServer)
-    kinds = (HeadersMiddleware, ServeErrorMiddleware, ThrottleMiddleware, ProbeMiddleware)
-    return [Middleware(kind) for kind in kinds]
+    return [Middleware(kind) for kind in (HeadersMiddleware, ServeErrorMiddleware, ThrottleMiddleware)]

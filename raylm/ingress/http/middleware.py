@@ -213,7 +213,7 @@ def _check_headers(headers: _Headers) -> None:
 class ThrottleMiddleware:
     """Lets requests into Serve's handling a few in each turn of the event loop; probes do not wait for their turn.
 
-    What Serve does around a request costs as much as what we do. Probes come here in a proxy only.
+    What Serve does around a request costs as much as what we do.
     """
 
     def __init__(self, app: ASGIApp) -> None:
