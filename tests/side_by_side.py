@@ -1,7 +1,7 @@
-"""Runs the tests in three processes at a time: ``python -m tests.side_by_side``.
+"""Runs the tests in four processes at a time: ``python -m tests.side_by_side``.
 
 Tests that start Ray wait for most of their time, so they have a process of their own. The files of the other tests are
-dealt out to two processes. The first process prints its progress. The output of the others comes when they have ended.
+dealt out to three processes. The first process prints its progress. The output of the others comes when they have ended.
 The exit status is that of the first process that failed.
 """
 
@@ -14,7 +14,7 @@ from contextlib import ExitStack
 from pathlib import Path
 
 PYTEST = [sys.executable, "-m", "pytest", "--durations=25", "-m"]
-SHARES = 2  # of the tests without Ray
+SHARES = 3  # of the tests without Ray
 
 
 def arguments() -> list[list[str]]:

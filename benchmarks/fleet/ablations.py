@@ -4,33 +4,20 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from dataclasses import replace
 from typing import Any
 from unittest.mock import patch
 
 from raylm.engine import Forecast, WaitingQueue
 from raylm.engine.queues import fair
-from raylm.frontend.engines import branches, others_load, rendezvous, routed_engine, router
+from raylm.frontend.engines import others_load, rendezvous, routed_engine, router
 
 Queue = Callable[[Forecast], WaitingQueue]
 Change = tuple[Any, str, Any]
 """An owner, a name of it, and what stands there without the term."""
 
 
-def _no_overflow(self: Any, *args: Any, **options: Any) -> float:
-    stats, self.stats = self.stats, replace(self.stats, places=1 << 30)
-    try:
-        return _PREDICTED(self, *args, **options)
-    finally:
-        self.stats = stats
-
-
-_PREDICTED = routed_engine.RoutedEngine.predicted_s
 _ROUTER: dict[str, list[Change]] = {
-    "shared copies": [(branches.Branches, "note", lambda self, block: 1)],
     "rendezvous": [(rendezvous.RendezvousHash, "place", lambda self, blocks, matched, engines: None)],
-    "about equal": [(router, "ABOUT_EQUAL", 0.0)],
-    "delay of the running": [(routed_engine, "_DELAY_WEIGHT", 0.0)],
     "delay of the next": [(routed_engine, "_NEXT_WEIGHT", 0.0)],
     "decode": [(routed_engine, "_DECODE_TOKENS", 0.0)],
     "distance": [(routed_engine, "_LEAN", 0.0)],
@@ -43,7 +30,6 @@ _ROUTER: dict[str, list[Change]] = {
     "queue of others": [(others_load.OthersLoad, "told_s", lambda self, now, token_s: 0.0)],
     "sequences of others": [(others_load.OthersLoad, "sequences", lambda self, now, service_s: 0.0)],
     "doubt": [(others_load.OthersLoad, "_doubt", lambda self, now, period_s: 0.0)],
-    "full batch": [(routed_engine.RoutedEngine, "predicted_s", _no_overflow)],
     "expected blocks": [(routed_engine.KnownBlocks, "expect", lambda self, key, blocks: None)],
     "measured speeds": [
         (router, "speeds", lambda engines: [(routed_engine._GUESS_STEP_S, routed_engine._GUESS_TOKEN_S)] * len(engines))

@@ -16,7 +16,6 @@ from raylm.frontend.engines.others_load import OthersLoad
 from raylm.frontend.timelines.record import Score
 from raylm.messages import BlockChanges, EngineCoreOutputs, EngineCoreRequest, EngineStats
 
-_DELAY_WEIGHT = 1 / 16  # of a second that delays a sequence there, relative to a second of this request
 _NEXT_WEIGHT = 1.0  # of a second that delays later requests; cached prefixes elsewhere are not computed again
 _DECODE_TOKENS = 8  # prompt tokens that cost about as much as one sequence there until the first token
 _LEAN = 0.5  # of its own seconds, for the most distant engine; doubled if requests have no engine to share
@@ -202,12 +201,12 @@ class RoutedEngine:
                 self._start(key)
 
     def predicted_s(
-        self, tokens: float, step_s: float, token_s: float, now: float, meeting: float = 0.0, is_named: bool = False
+        self, tokens: int, step_s: float, token_s: float, now: float, meeting: float = 0.0, is_named: bool = False
     ) -> float:
         """Predict the cost of a request: seconds to its first token, and seconds that it delays other requests.
 
-        ``tokens`` is the number of prompt tokens that the request pays for. A step of one token takes ``step_s``, each
-        prompt token ``token_s``. If reports are old, the share ``meeting`` of requests is likely to be on the engine
+        ``tokens`` is the number of prompt tokens to compute. A step of one token takes ``step_s``, each prompt token
+        ``token_s``. If reports are old, the share ``meeting`` of requests is likely to be on the engine
         that ``is_named`` by RendezvousHash, and the preference for different engines is reduced by as much.
         """
         there: float = self.sequences
@@ -224,16 +223,7 @@ class RoutedEngine:
             there += others.sequences(now, self.service_s)
         if not is_named:
             wait_s += (1.0 - apart) * own_s
-        most = stats.running + stats.places
-        if 0 < most < there:
-            wait_s += (there - most) * self.service_s / most
-            there = most
-        delay_s = own_s * (_NEXT_WEIGHT + _DELAY_WEIGHT * there)
-        return wait_s + own_s + delay_s + _DECODE_TOKENS * token_s * there
-
-    def doubt(self, now: float) -> float:
-        """0 to 1: how uncertain the load of other clients is; 0 without other clients."""
-        return self.others.doubt(now, self.service_s) if self.others.exist else 0.0
+        return wait_s + (1.0 + _NEXT_WEIGHT) * own_s + _DECODE_TOKENS * token_s * there
 
     def _start(self, key: int) -> None:
         if (route := self.starting.pop(key, None)) is not None:

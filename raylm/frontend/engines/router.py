@@ -14,7 +14,6 @@ from typing import Generic, TypeVar
 
 from raylm.errors import EngineCrashedError, EngineDiedError, EngineUnavailableError, RayLMError
 from raylm.frontend.engines.adapters import AdapterDirectory
-from raylm.frontend.engines.branches import Branches
 from raylm.frontend.engines.engine_client import EngineClient
 from raylm.frontend.engines.others_load import distances
 from raylm.frontend.engines.prompt_blocks import KeptRuns, PromptBlocks
@@ -31,7 +30,6 @@ logger = logging.getLogger("raylm.frontend")
 WAKE_PERIOD_S = 1.0
 _NO_ENGINE = "No engine is ready; try again shortly."
 _NO_SUCH_ENGINE = "No ready engine can continue this request."
-ABOUT_EQUAL = 0.02  # relative difference of predictions that are treated as equal
 
 P = TypeVar("P", bound=RoutedPrompt)
 Choice = tuple[int, list[float]]
@@ -62,7 +60,6 @@ class Router(Generic[P]):
         self._explains = explains
         self._rank = rank
         self._rendezvous = RendezvousHash()
-        self._branches = Branches()
         self._runs = KeptRuns()
         self._engines: dict[str, RoutedEngine] = {}
         self._prompts: dict[int, P] = {}  # by the key of their request
@@ -222,14 +219,14 @@ class Router(Generic[P]):
 
     def choose(self, prompt: PromptBlocks, engines: list[RoutedEngine], uncached: list[int]) -> Choice:
         """Choose among two or more engines. ``uncached`` has the prompt tokens that each would have to compute."""
-        named, found, payers = self._shared(prompt, engines, uncached)
-        now, least = self._clock(), min(uncached)
+        named, found = self._named(prompt, engines, uncached)
+        now = self._clock()
         costs = [
-            engine.predicted_s(least + (tokens - least) / payers, *speed, now, found, place == named)
+            engine.predicted_s(tokens, *speed, now, found, place == named)
             for place, (engine, tokens, speed) in enumerate(zip(engines, uncached, speeds(engines), strict=True))
         ]
-        most = min(costs) * (1 + ABOUT_EQUAL)
-        return self._rng.choice([place for place, cost in enumerate(costs) if cost <= most]), costs
+        least = min(costs)
+        return self._rng.choice([place for place, cost in enumerate(costs) if cost == least]), costs
 
     def _able(self, request: EngineCoreRequest, fingerprint: str | None) -> list[RoutedEngine]:
         """The engines that can serve a request, at least one; otherwise raises EngineUnavailableError."""
@@ -264,27 +261,21 @@ class Router(Generic[P]):
             found.append(length - size * min(matched, (length - 1) // size))
         return found
 
-    def _shared(
+    def _named(
         self, prompt: PromptBlocks, engines: list[RoutedEngine], uncached: list[int]
-    ) -> tuple[int | None, float, float]:
-        """Find the engine with the longest cached prefix of this prompt.
-
-        Returns the index of the engine that every ingress would choose for the uncached rest (None if there is none),
-        the weight of that choice (0 to 1), and the number of prompts that share the cost of one more copy of the
-        prefix. This number decreases to 1 with the age of reports, because a prompt may share more than the reported
-        prefix.
+    ) -> tuple[int | None, float]:
+        """The index of the engine that every ingress would choose for the uncached rest of this prompt, and the weight
+        of that choice (0 to 1). None and 0 if there is no such engine.
         """
         best = engines[uncached.index(least := min(uncached))]
         if (told := best.blocks.told) is None:
-            return None, 0.0, 1.0
-        size, blocks, payers = best.client.info.worker.block_size, self._blocks(prompt, best), 1.0
+            return None, 0.0
+        size, blocks = best.client.info.worker.block_size, self._blocks(prompt, best)
         matched = (prompt.length - least) // size
         if not matched or blocks[matched - 1] in told:
             self._rendezvous.learn(matched * size / prompt.length)
-            if matched and (others := self._branches.note(blocks[matched - 1]) - 1):
-                payers += others * (1.0 - best.doubt(self._clock()))
         place = self._rendezvous.place(blocks, matched, engines)
-        return place, 0.0 if place is None else self._rendezvous.found, payers
+        return place, 0.0 if place is None else self._rendezvous.found
 
     def _blocks(self, prompt: PromptBlocks, engine: RoutedEngine) -> list[int]:
         info, adapter = engine.client.info, prompt.adapter
