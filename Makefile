@@ -19,7 +19,7 @@ help:  ## this list
 serve: $(VENV)/.serve  ## install what serving needs, then serve the embedded model on :8000
 	@exec $(BIN)/raylm serve $(CONFIG)
 
-test: $(VENV)/.dev  ## install what testing needs, then run all tests but the long ones, in three processes
+test: $(VENV)/.dev  ## install what testing needs, then run all tests but the long ones, in four processes
 	@$(BIN)/python -m tests.side_by_side
 
 test-all: check software test long conformance clients  ## everything, also what takes long or needs other software
