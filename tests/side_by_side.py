@@ -1,8 +1,8 @@
 """Runs the tests in four processes at a time: ``python -m tests.side_by_side``.
 
 Tests that start Ray wait for most of their time, so they have a process of their own. The files of the other tests are
-dealt out to three processes. The first process prints its progress. The output of the others comes when they have ended.
-The exit status is that of the first process that failed.
+dealt out to three processes. The first process prints its progress. The output of the others comes when they have
+ended. The exit status is that of the first process that failed.
 """
 
 from __future__ import annotations
