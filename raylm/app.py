@@ -14,7 +14,16 @@ from ray.serve.config import AutoscalingConfig, AutoscalingPolicy
 
 from raylm import checkpoint
 from raylm.config import Config, EngineConfig, ReplicaRange, faults
-from raylm.engine import SUPERVISOR_CPUS, Engine, EnginePolicy, ScalingTargets, drain_limit_s, placement_bundles
+from raylm.engine import (
+    LOAD_PERIOD_S,
+    SUPERVISOR_CPUS,
+    UPSCALE_DELAY_S,
+    Engine,
+    EnginePolicy,
+    ScalingTargets,
+    drain_limit_s,
+    placement_bundles,
+)
 from raylm.errors import ConfigError
 from raylm.frontend import check_observers
 from raylm.ingress import SHARED_ACTORS, Ingress, is_postgres, read_keys
@@ -26,9 +35,7 @@ STOP_POLL_S = 0.1
 DRAIN_MARGIN_S = 3.0
 HEALTH_PERIOD_S = 0.25  # time after which a killed replica is replaced
 NEW_BEFORE_OLD = 100  # percent: an update starts all new replicas before it stops an old one
-_LOAD_PERIOD_S = 1.0  # interval at which engines report their load to Serve
-_WAITING_PERIOD_S = 0.2  # the same if engines scale to zero: ingress replicas then report waiting requests
-_UPSCALE_DELAY_S = 3.0  # time for which the load must require more engines
+_WAITING_PERIOD_S = 0.2  # LOAD_PERIOD_S if engines scale to zero: ingress replicas then report waiting requests
 _SHARED_ACTOR_REQUESTS = 16_384  # each background response occupies one request
 
 
@@ -82,14 +89,14 @@ def _number(engine: EngineConfig) -> dict[str, Any]:
         return {"num_replicas": engine.replicas}
     least, most, itl_ms = engine.replicas.min, engine.replicas.max, engine.replicas.target_itl_ms
     targets = ScalingTargets(least, most, engine.replicas.target_ttft_s, None if itl_ms is None else itl_ms / 1000)
-    period_s = _LOAD_PERIOD_S if least else _WAITING_PERIOD_S
+    period_s = LOAD_PERIOD_S if least else _WAITING_PERIOD_S
     autoscaling = AutoscalingConfig(
         min_replicas=least,
         max_replicas=most,
         initial_replicas=max(1, least),
         metrics_interval_s=period_s,
         look_back_period_s=3 * period_s,
-        upscale_delay_s=_UPSCALE_DELAY_S,
+        upscale_delay_s=UPSCALE_DELAY_S,
         downscale_delay_s=engine.replicas.downscale_delay_s,
         policy=AutoscalingPolicy(policy_function=EnginePolicy, policy_kwargs=asdict(targets)),
     )

@@ -9,8 +9,12 @@ from raylm.engine.block_hashes import keys_of as keys_of
 from raylm.engine.block_hashes import pack_keys as pack_keys
 from raylm.engine.block_hashes import unpack_keys as unpack_keys
 from raylm.engine.client_link import MAX_OUTPUTS_IN_FLIGHT as MAX_OUTPUTS_IN_FLIGHT
+from raylm.engine.deployment.autoscaling import LOAD_PERIOD_S as LOAD_PERIOD_S
+from raylm.engine.deployment.autoscaling import UPSCALE_DELAY_S as UPSCALE_DELAY_S
+from raylm.engine.deployment.autoscaling import EngineLoad as EngineLoad
 from raylm.engine.deployment.autoscaling import EnginePolicy as EnginePolicy
 from raylm.engine.deployment.autoscaling import ScalingTargets as ScalingTargets
+from raylm.engine.deployment.autoscaling import wanted_engines as wanted_engines
 from raylm.engine.deployment.names import EngineName as EngineName
 from raylm.engine.deployment.names import engine_digest as engine_digest
 from raylm.engine.engine_core import EngineCore as EngineCore
@@ -18,6 +22,7 @@ from raylm.engine.kv_cache_manager import KVCacheManager as KVCacheManager
 from raylm.engine.link import SILENCE_S as SILENCE_S
 from raylm.engine.link import Link as Link
 from raylm.engine.link import Silence as Silence
+from raylm.engine.load_report import Pace as Pace
 from raylm.engine.model_executor import LocalExecutor as LocalExecutor
 from raylm.engine.model_executor import ModelExecutor as ModelExecutor
 from raylm.engine.queues import Forecast as Forecast

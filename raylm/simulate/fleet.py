@@ -7,9 +7,9 @@ from pathlib import Path
 from typing import Any
 
 import yaml
-from pydantic import BaseModel, Field, ValidationError
+from pydantic import BaseModel, Field, ValidationError, model_validator
 
-from raylm.config import Config, Frozen, faults
+from raylm.config import Config, Frozen, ReplicaRange, faults
 from raylm.errors import ConfigError
 from raylm.simulate.step_costs import StepCosts
 
@@ -28,13 +28,26 @@ class EngineGroup(Frozen):
     """Engines with the same properties."""
 
     count: int = Field(1, ge=1, le=4096)
-    """Number of engines."""
+    """Number of engines, at the beginning if they are scaled."""
     slowness: float = Field(1.0, gt=0)
     """Factor of a step's duration, relative to the costs."""
     num_blocks: int = Field(16_000, ge=2)
     """KV blocks of each engine."""
     costs: StepCosts | None = None
     """Costs of steps; by default those of the fleet."""
+    replicas: ReplicaRange | None = None
+    """Starts and ends engines with the load, as `engine.replicas` of a served model. At least one engine is kept."""
+    start_s: float = Field(30.0, ge=0, le=3600)
+    """Seconds until an engine that is started with the load is ready."""
+
+    @model_validator(mode="after")
+    def _begins_within_the_range(self) -> EngineGroup:
+        if self.replicas is None:
+            if "start_s" in self.model_fields_set:
+                raise ValueError("start_s: needs replicas")
+        elif not max(1, self.replicas.min) <= self.count <= self.replicas.max:
+            raise ValueError(f"count: {self.count} is not a number of engines between replicas.min (1) and max")
+        return self
 
 
 class Fleet(Frozen):

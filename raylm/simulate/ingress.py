@@ -5,9 +5,9 @@ from __future__ import annotations
 import asyncio
 import random
 from collections import Counter, deque
-from collections.abc import AsyncIterator, Callable, Iterator, Mapping
-from dataclasses import dataclass
-from itertools import count
+from collections.abc import AsyncIterator, Callable, Iterator, Mapping, Set
+from dataclasses import dataclass, replace
+from itertools import compress, count
 from math import log10
 
 from raylm.config import IngressConfig
@@ -41,18 +41,27 @@ class Served:
 
 @dataclass(slots=True, eq=False)
 class SimulatedPrompt(RoutedPrompt):
-    """A request at an engine. ``on_error`` is called if it fails; engines are not lost in a simulation."""
+    """A request at an engine. ``on_error`` is called if it fails. ``num_drawn`` counts tokens if engines may end.
+
+    ``starting`` has the keys of the ingress's requests without a token.
+    """
 
     simulated: SimulatedRequest
     served: Served
     reservation: Reservation
     on_error: Callable[[SimulatedPrompt, RayLMError], None]
+    num_drawn: Callable[[int], int]
+    starting: set[int]
 
     def on_sent(self, route: Route) -> None:
-        """Do nothing: ``served`` has the engine."""
+        self.served.engine = route.engine.client.info.engine_id
+        if self.served.first_s < 0:
+            self.starting.add(self.request.key)
 
     def resumed(self) -> EngineCoreRequest:
-        return self.request
+        answer, number = self.simulated.answer, self.num_drawn(self.request.key)
+        drawn = (answer + answer[-1:] * (number - len(answer)))[:number]
+        return replace(self.request, drawn=(tuple(drawn),))
 
     def fail(self, error: RayLMError) -> None:
         if not self.finished:
@@ -66,6 +75,7 @@ class StaleClient(LocalEngineClient):
     def __init__(self, core: EngineCore, info: EngineInfo, staleness_s: float) -> None:
         super().__init__(core, info)
         self._staleness_s = staleness_s
+        self.closed = False
         self._told = EngineStats(), 0.0
         self._news: deque[tuple[float, EngineCoreOutputs]] = deque()  # with the time of arrival
 
@@ -76,12 +86,17 @@ class StaleClient(LocalEngineClient):
                 *([], [], [], [], [], [], []), fresh.stats, blocks=fresh.blocks, created=fresh.created
             )
             self._news.append((clock() + self._staleness_s, news))
-            if fresh.keys or fresh.errors:
+            if fresh.keys or fresh.errors or fresh.draining:
                 stats, created = self._told
                 yield EngineCoreOutputs(
                     fresh.keys, fresh.indexes, fresh.token_counts, fresh.token_ids, fresh.finish_reasons,
                     fresh.stop_reasons, fresh.cached_tokens, stats, errors=fresh.errors, created=created,
+                    draining=fresh.draining,
                 )  # fmt: skip
+
+    async def close(self) -> None:
+        self.closed = True
+        await super().close()
 
     def due(self, now: float) -> Iterator[EngineCoreOutputs]:
         """The reports that have arrived by now, each once. Called only when a request is routed."""
@@ -92,11 +107,23 @@ class StaleClient(LocalEngineClient):
             yield told
 
 
+def _only(keys: Set[int], outputs: EngineCoreOutputs) -> EngineCoreOutputs:
+    """Without the tokens of requests that another engine has now."""
+    kept = [key in keys for key in outputs.keys]
+    return replace(
+        outputs,
+        keys=list(compress(outputs.keys, kept)),
+        cached_tokens=list(compress(outputs.cached_tokens, kept)),
+        finish_reasons=list(compress(outputs.finish_reasons, kept)),
+    )
+
+
 class SimulatedIngress:
     """Routes requests like an ingress replica of that ``rank``, and records results.
 
     ``on_end`` is called once with each request. ``intervals`` counts the times between two tokens of a request, by
-    ``ITL_STEPS`` times their decimal logarithm in seconds, rounded.
+    ``ITL_STEPS`` times their decimal logarithm in seconds, rounded. If the fleet ``scales``, engines may end, and other
+    engines continue their requests.
     """
 
     def __init__(
@@ -106,6 +133,8 @@ class SimulatedIngress:
         rng: random.Random,
         router: Callable[..., Router[SimulatedPrompt]] = Router,
         rank: int = 0,
+        *,
+        scales: bool = False,
     ) -> None:
         self.clock = asyncio.get_running_loop().time
         self.router = router(self._deliver, clock=self.clock, rng=rng, rank=rank, explains=False)
@@ -114,6 +143,7 @@ class SimulatedIngress:
         self._on_end = on_end
         self._starting: set[int] = set()
         self._newest: dict[int, float] = {}  # time of the newest token of a request that is decoded
+        self._drawn: Counter[int] | None = Counter() if scales else None  # tokens of open requests
         self._keys = count()
         self._params: dict[int, SamplingParams] = {}
         self._stale: list[tuple[StaleClient, RoutedEngine]] = []
@@ -121,6 +151,7 @@ class SimulatedIngress:
     def add(self, client: LocalEngineClient) -> None:
         engine = self.router.add(client)
         if isinstance(client, StaleClient):
+            self._stale = [(known, its) for known, its in self._stale if not known.closed]
             self._stale.append((client, engine))
 
     def arrive(self, request: SimulatedRequest, seed: int) -> None:
@@ -140,9 +171,8 @@ class SimulatedIngress:
             for news in client.due(self.clock()):
                 engine.on_outputs(news, self.clock())
         route = self.router.pick(asked)
-        served.engine = route.engine.client.info.engine_id
-        self._starting.add(key)
-        self.router.send(SimulatedPrompt(asked, request, served, reservation, self._fail), route)
+        sent = SimulatedPrompt(asked, request, served, reservation, self._fail, self._num_drawn, self._starting)
+        self.router.send(sent, route)
 
     def _sampling(self, request: SimulatedRequest, seed: int) -> SamplingParams:
         """Checking parameters takes longer than a step. So requests with seed 0 and equal length share them."""
@@ -154,6 +184,8 @@ class SimulatedIngress:
         return params
 
     def _deliver(self, prompts: Mapping[int, SimulatedPrompt], outputs: EngineCoreOutputs) -> list[tuple[int, int]]:
+        if self._drawn is not None and not prompts.keys() >= set(outputs.keys):
+            outputs = _only(prompts.keys(), outputs)
         now, keys, newest = self.clock(), outputs.keys, self._newest
         for key in self._starting & set(keys) if self._starting else ():
             self._begin(prompts[key], outputs.cached_tokens[keys.index(key)], now)
@@ -161,6 +193,8 @@ class SimulatedIngress:
             if before is not None and now > before:
                 self.intervals[round(ITL_STEPS * log10(now - before))] += number
         newest.update(dict.fromkeys(keys, now))
+        if self._drawn is not None:
+            self._drawn.update(keys)
         if any(outputs.finish_reasons):
             for key, reason in zip(keys, outputs.finish_reasons, strict=True):
                 if reason is not None:
@@ -168,6 +202,9 @@ class SimulatedIngress:
         for key, error in outputs.errors:
             prompts[key].fail(error)
         return []
+
+    def _num_drawn(self, key: int) -> int:
+        return 0 if self._drawn is None else self._drawn[key]
 
     def _begin(self, prompt: SimulatedPrompt, cached_tokens: int, now: float) -> None:
         self._starting.remove(prompt.request.key)
@@ -188,6 +225,8 @@ class SimulatedIngress:
 
     def _leave(self, prompt: SimulatedPrompt) -> None:
         prompt.reservation.release()
+        if self._drawn is not None:
+            self._drawn.pop(prompt.request.key, None)
         self.router.leave(prompt, abort=False)
 
     def _refuse(self, request: SimulatedRequest, served: Served, error: RayLMError) -> None:

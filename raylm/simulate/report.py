@@ -48,7 +48,7 @@ def figures(outcome: Outcome, targets: Targets) -> dict[str, Any]:
         "good_share": good / len(outcome.served) if outcome.served else 0.0,
         "hit_rate": sum(one.cached_tokens for one in done) / prompt_tokens if prompt_tokens else 0.0,
         "preemptions": outcome.preemptions,
-        "engine_s": duration_s * len(busy),
+        "engine_s": sum(outcome.held_s.values()),
         "busy_engine_s": sum(busy),
         "keys": _by_key(done, output_tokens),
     }

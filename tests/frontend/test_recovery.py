@@ -153,9 +153,8 @@ async def test_a_request_that_brings_engines_down_is_given_up_and_its_neighbours
     while not calls[0].done():
         deaths += any(request.prompt_token_ids == guilty for request in engine.added)
         engine.die(EngineCrashedError("It crashed."))
-        crashed = engine
+        await engine.heard()
         lasting.add_engine(engine := PlayedEngine(f"e{deaths}"))
-        await crashed.heard()
         answered: set[int] = set()
         while not any(request.prompt_token_ids == guilty for request in engine.added) and not calls[0].done():
             for request in engine.added:

@@ -10,6 +10,11 @@ from dataclasses import dataclass, fields
 from math import ceil
 from typing import Any
 
+LOAD_PERIOD_S = 1.0
+"""Interval at which engines report their load to Serve."""
+UPSCALE_DELAY_S = 3.0
+"""Time for which the load must require more engines."""
+
 
 @dataclass(frozen=True, slots=True)
 class EngineLoad:

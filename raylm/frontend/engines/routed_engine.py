@@ -96,7 +96,7 @@ class Route:
 
     ``uncached_tokens`` are the prompt tokens to compute there; they count until its first token. ``blocks`` are the
     blocks that the engine will then have. ``scores`` are the scores of all compared engines; empty if there was no
-    choice. ``since`` is the time at which the request was sent.
+    choice. ``since`` is the time at which the request was sent. It ``continues`` if it was sent with drawn tokens.
     """
 
     engine: RoutedEngine
@@ -105,6 +105,7 @@ class Route:
     blocks: Sequence[int] = ()
     scores: tuple[Score, ...] = ()
     since: float = 0.0
+    continues: bool = False
 
 
 @dataclass(slots=True, eq=False)

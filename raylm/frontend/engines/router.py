@@ -10,6 +10,7 @@ import time
 from collections.abc import Callable, Mapping
 from contextlib import suppress
 from dataclasses import replace
+from itertools import count
 from typing import Generic, TypeVar
 
 from raylm.errors import EngineCrashedError, EngineDiedError, EngineUnavailableError, RayLMError
@@ -42,8 +43,9 @@ class Router(Generic[P]):
     ``deliver`` takes these prompts by their keys and an engine's outputs, and returns the sequences to stop.
     A prompt whose engine is lost continues on another engine. Without another engine it waits at most
     ``recovery_timeout_s``. ``wake`` is called repeatedly while prompts wait and there is no engine, and while they are
-    on an engine that is about to end; without ``wake`` new prompts do not wait. Routers of different ``rank`` prefer
-    different engines where other clients use them too. With ``explains`` a route has the scores of all engines.
+    on an engine that is about to end; without ``wake`` new prompts do not wait. A new engine takes over prompts that
+    would wait longer on other engines. Routers of different ``rank`` prefer different engines where other clients use
+    them too. With ``explains`` a route has the scores of all engines.
     """
 
     def __init__(
@@ -71,6 +73,7 @@ class Router(Generic[P]):
         self._engine_came = asyncio.Event()
         self._had_engines = False
         self._closing: set[asyncio.Task[None]] = set()
+        self._moved_keys = count(-1, -1)
         self.adapters = AdapterDirectory()
 
     @property
@@ -141,6 +144,7 @@ class Router(Generic[P]):
         self._had_engines = True
         self._engine_came.set()
         self._on_engines()
+        self._relieve(engine)
         return engine
 
     async def close(self) -> None:
@@ -193,7 +197,7 @@ class Router(Generic[P]):
         self._send(prompt, request, self.pick(request, prompt.fingerprint if any(request.drawn) else None))
 
     def _send(self, prompt: RoutedPrompt, request: EngineCoreRequest, route: Route) -> None:
-        engine, route.since = route.engine, self._clock()
+        engine, route.since, route.continues = route.engine, self._clock(), any(request.drawn)
         engine.begin(request.key, route)
         prompt.route = route
         prompt.on_sent(route)
@@ -326,6 +330,34 @@ class Router(Generic[P]):
             elif engine.open and self._wake is not None:
                 self._wake()
         self._recovery.retry()
+
+    def _relieve(self, new: RoutedEngine) -> None:
+        """Move prompts without tokens from the longest queues to a new engine, the newest first, while they wait less.
+
+        Each gets a new key, because its old engine may have sent tokens before the abort arrives.
+        """
+        waiting = {
+            engine: [key for key, route in engine.starting.items() if self._is_movable(self._prompts[key], route)]
+            for engine in self._engines.values()
+            if engine is not new
+        }
+        while waiting:
+            engine = max(waiting, key=lambda engine: engine.queued_tokens)
+            if not waiting[engine]:
+                del waiting[engine]
+                continue
+            prompt = self._prompts[waiting[engine].pop()]
+            tokens = len(prompt.request.prompt_token_ids)
+            (_, token_s), (_, new_token_s) = speeds([engine, new])
+            if (new.queued_tokens + tokens) * new_token_s >= engine.queued_tokens * token_s:
+                return
+            self.leave(prompt, abort=True)
+            prompt.request = replace(prompt.request, key=next(self._moved_keys))
+            self.send(prompt, Route(new, prompt.request.params.n, tokens))
+
+    def _is_movable(self, prompt: P, route: Route) -> bool:
+        """Whether a new engine may take a prompt over: it has no adapters yet, and Recovery observes suspects."""
+        return not route.continues and prompt.request.adapter is None and not prompt.crashes
 
     def _can_replace(self, other: RoutedEngine, engine: RoutedEngine) -> bool:
         mine, its = engine.client.info, other.client.info

@@ -255,3 +255,43 @@ async def test_one_fingerprint_where_engines_agree_and_no_promise_where_they_dif
     router.add(PlayedEngine("c", fingerprint="fp_2"))
     assert router.fingerprint.endswith("_varies")
     await router.close()
+
+
+async def test_a_new_engine_takes_prompts_over_until_the_queues_are_equal(router: Router) -> None:
+    engines = await fleet(router, "a")
+    sent = [prompt_of(request([n] * 100, next(KEYS))) for n in range(11)]
+    for prompt in sent:
+        router.send(prompt, router.pick(prompt.request))
+    first = sent[0].request.key
+    engines["a"].say((first, 0, [5], None))
+    await read()
+    old = [prompt.request.key for prompt in sent]
+    engines |= await fleet(router, "b")
+    assert engines["a"].aborted == old[:5:-1], "the newest first"
+    assert [ids[0] for ids in (asked.prompt_token_ids for asked in engines["b"].added)] == [10, 9, 8, 7, 6]
+    moved = [asked.key for asked in engines["b"].added]
+    assert not set(moved) & set(old)
+    engines["a"].say(*((key, 0, [6], None) for key in old))
+    await read()
+    assert [prompt.drawn[0] for prompt in sent] == [[5, 6]] + [[6]] * 5 + [[]] * 5, "nothing of the old engine"
+    engines["b"].say(*((key, 0, [7], "length") for key in moved))
+    await read()
+    assert [list(prompt.drawn[0]) for prompt in sent[6:]] == [[7]] * 5
+    await router.close()
+
+
+async def test_a_new_engine_takes_no_prompt_that_was_sent_with_tokens_or_needs_an_adapter(router: Router) -> None:
+    engines = await fleet(router, "a")
+    resumed = request([1] * 100, next(KEYS))
+    plain = [prompt_of(resumed), prompt_of(request([2] * 100, next(KEYS)))]
+    plain[0].drawn[0].append(4)
+    router.go_on(plain[0], "fp_1")
+    router.send(plain[1], router.pick(plain[1].request))
+    adapted = prompt_of(replace(request([3] * 900, next(KEYS)), adapter="tuned"))
+    engines["a"].say(adapters=(LoRAAdapter("tuned", "/x"),))
+    await read()
+    router.send(adapted, router.pick(adapted.request))
+    engines |= await fleet(router, "b")
+    assert [asked.prompt_token_ids[0] for asked in engines["b"].added] == [2]
+    assert {asked.prompt_token_ids[0] for asked in engines["a"].added} == {1, 2, 3}
+    await router.close()
