@@ -13,6 +13,7 @@ from typing import Any
 from raylm.frontend import RoutedEngine, Router
 from raylm.frontend.engines.prompt_blocks import PromptBlocks
 from raylm.frontend.engines.router import Choice
+from raylm.messages import EngineCoreRequest
 
 BLOCK = 64  # tokens in a block for the policies below
 
@@ -185,8 +186,17 @@ class ServePrefix(_OwnPrefixes):
         return [float(count) if place in two else float("inf") for place, count in enumerate(counts)]
 
 
+class Subset(Router):
+    """RayLM's Router with a quarter of the engines. Four ingresses have different quarters."""
+
+    def _able(self, request: EngineCoreRequest, fingerprint: str | None) -> list[RoutedEngine]:
+        engines = sorted(super()._able(request, fingerprint), key=lambda engine: engine.client.info.engine_id)
+        return engines[self._rank % 4 :: 4]
+
+
 POLICIES: dict[str, Callable[..., Router]] = {
     "RayLM": Router,
+    "a quarter of the engines": Subset,
     "random": Random,
     "round robin": RoundRobin,
     "power of two": PowerOfTwo,

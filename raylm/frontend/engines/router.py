@@ -74,6 +74,7 @@ class Router(Generic[P]):
         self._had_engines = False
         self._closing: set[asyncio.Task[None]] = set()
         self._moved_keys = count(-1, -1)
+        self._spread_due = False
         self.adapters = AdapterDirectory()
 
     @property
@@ -137,10 +138,12 @@ class Router(Generic[P]):
         """Add a ready engine and start to read its outputs. Must be called from a task that no request cancels."""
         engine = self._engines[client.info.engine_id] = RoutedEngine(client)
         engine.reader = asyncio.create_task(self._read(engine), name=f"read {client.info.engine_id}")
-        if len(self._engines) > 1:
+        if len(self._engines) == 2:
             for one in self._engines.values():
                 one.watch()
-        self._spread()
+        elif len(self._engines) > 2:
+            engine.watch()
+        self._spread_due = True
         self._had_engines = True
         self._engine_came.set()
         self._on_engines()
@@ -223,6 +226,8 @@ class Router(Generic[P]):
 
     def choose(self, prompt: PromptBlocks, engines: list[RoutedEngine], uncached: list[int]) -> Choice:
         """Choose among two or more engines. ``uncached`` has the prompt tokens that each would have to compute."""
+        if self._spread_due:
+            self._spread()
         named, found = self._named(prompt, engines, uncached)
         now = self._clock()
         costs = [
@@ -336,16 +341,14 @@ class Router(Generic[P]):
 
         Each gets a new key, because its old engine may have sent tokens before the abort arrives.
         """
-        waiting = {
-            engine: [key for key, route in engine.starting.items() if self._is_movable(self._prompts[key], route)]
-            for engine in self._engines.values()
-            if engine is not new
-        }
+        waiting = {}
+        for engine in self._engines.values():
+            if engine is new or new.client.info.max_model_len < engine.client.info.max_model_len:
+                continue
+            if keys := [key for key, route in engine.starting.items() if self._is_movable(self._prompts[key], route)]:
+                waiting[engine] = keys
         while waiting:
             engine = max(waiting, key=lambda engine: engine.queued_tokens)
-            if not waiting[engine]:
-                del waiting[engine]
-                continue
             prompt = self._prompts[waiting[engine].pop()]
             tokens = len(prompt.request.prompt_token_ids)
             (_, token_s), (_, new_token_s) = speeds([engine, new])
@@ -354,6 +357,8 @@ class Router(Generic[P]):
             self.leave(prompt, abort=True)
             prompt.request = replace(prompt.request, key=next(self._moved_keys))
             self.send(prompt, Route(new, prompt.request.params.n, tokens))
+            if not waiting[engine]:
+                del waiting[engine]
 
     def _is_movable(self, prompt: P, route: Route) -> bool:
         """Whether a new engine may take a prompt over: it has no adapters yet, and Recovery observes suspects."""
@@ -383,7 +388,7 @@ class Router(Generic[P]):
         engine_id = engine.client.info.engine_id
         if self._engines.get(engine_id) is engine:
             del self._engines[engine_id]
-            self._spread()
+            self._spread_due = True
             self.adapters.leave(engine_id)
         prompts = [self._prompts[key] for key in engine.open]
         for prompt in prompts:
@@ -395,6 +400,8 @@ class Router(Generic[P]):
             self._wake()
 
     def _spread(self) -> None:
+        """Give the engines their distances, once after any number of changes."""
+        self._spread_due = False
         for engine_id, distance in zip(sorted(self._engines), distances(len(self._engines), self._rank), strict=True):
             self._engines[engine_id].distance = distance
 
