@@ -51,10 +51,12 @@ def main() -> None:
     options.add_argument("--speed", type=float, default=1.0)
     options.add_argument("--starts", type=float, nargs="+", default=[10.0, 60.0, 300.0])
     options.add_argument("--fixed", type=int, nargs="+", default=[2, 4])
-    options.add_argument("--ongoing", type=int, default=16)
+    options.add_argument("--ongoing", type=int, nargs="*", default=[16, 32])
     args = options.parse_args()
     report = Report("scaling", UNITS, args.out)
-    policies = {"RayLM": wanted_engines, "requests": partial(by_requests, args.ongoing)}
+    policies = {"RayLM": wanted_engines} | {
+        f"{number} requests": partial(by_requests, number) for number in args.ongoing
+    }
     for path in args.traces:
         chosen = [line for line in read_lines([path]) if line.arrival < args.seconds * args.speed]
         lines = [line.model_copy(update={"arrival": line.arrival / args.speed}) for line in chosen]
