@@ -337,9 +337,10 @@ class Router(Generic[P]):
         self._recovery.retry()
 
     def _relieve(self, new: RoutedEngine) -> None:
-        """Move prompts without tokens from the longest queues to a new engine, the newest first, while they wait less.
+        """Move prompts without tokens from the longest queues to a new engine while they would wait less there.
 
-        Each gets a new key, because its old engine may have sent tokens before the abort arrives.
+        The newest prompts move, and keep their order. Each gets a new key, because its old engine may have sent tokens
+        before the abort arrives.
         """
         waiting = {}
         for engine in self._engines.values():
@@ -347,18 +348,23 @@ class Router(Generic[P]):
                 continue
             if keys := [key for key, route in engine.starting.items() if self._is_movable(self._prompts[key], route)]:
                 waiting[engine] = keys
+        moving: list[P] = []
+        queued = new.queued_tokens
         while waiting:
             engine = max(waiting, key=lambda engine: engine.queued_tokens)
-            prompt = self._prompts[waiting[engine].pop()]
-            tokens = len(prompt.request.prompt_token_ids)
+            prompt = self._prompts[waiting[engine][-1]]
             (_, token_s), (_, new_token_s) = speeds([engine, new])
-            if (new.queued_tokens + tokens) * new_token_s >= engine.queued_tokens * token_s:
-                return
+            queued += len(prompt.request.prompt_token_ids)
+            if queued * new_token_s >= engine.queued_tokens * token_s:
+                break
             self.leave(prompt, abort=True)
-            prompt.request = replace(prompt.request, key=next(self._moved_keys))
-            self.send(prompt, Route(new, prompt.request.params.n, tokens))
+            moving.append(prompt)
+            waiting[engine].pop()
             if not waiting[engine]:
                 del waiting[engine]
+        for prompt in reversed(moving):
+            request = prompt.request = replace(prompt.request, key=next(self._moved_keys))
+            self.send(prompt, Route(new, request.params.n, len(request.prompt_token_ids)))
 
     def _is_movable(self, prompt: P, route: Route) -> bool:
         """Whether a new engine may take a prompt over: it has no adapters yet, and Recovery observes suspects."""
