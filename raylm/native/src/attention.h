@@ -26,6 +26,7 @@ constexpr int kGroups = kChunk / kLanes;
 constexpr int kTileRows = 48;  // maximum query rows that read the keys together
 constexpr int kStretch = 512;  // keys that are summed separately, a multiple of kChunk
 constexpr float kNever = -1e30f;
+constexpr int32_t kLaneNumbers[kLanes] = {0, 1, 2, 3, 4, 5, 6, 7, 8, 9, 10, 11, 12, 13, 14, 15};
 
 // Shared with Python (library.py): keep the order. The sequences of one step, sequences with one token first.
 struct Batch {
@@ -335,9 +336,9 @@ class Attention {
         score[i][g] = load<f32x16>(&s.s[size_t(r + i) * kChunk + g * kLanes]);
         if (h_.softcap > 0) score[i][g] = capped(score[i][g]);
         if (MASKED) {
-          const i32x16 key = i32x16{0, 1, 2, 3, 4, 5, 6, 7, 8, 9, 10, 11, 12, 13, 14, 15} + (at + g * kLanes);
+          const i32x16 key = load<i32x16>(kLaneNumbers) + (at + g * kLanes);
           seen[i][g] = (key < last) & (key >= low);
-          score[i][g] = seen[i][g] ? score[i][g] : splat(kNever);
+          score[i][g] = select(seen[i][g], score[i][g], splat(kNever));
         }
         top[i] = max(top[i], score[i][g]);
       }
@@ -365,7 +366,7 @@ class Attention {
 
   f32x16 capped(f32x16 score) const {  // softcap * tanh(score / softcap)
     const f32x16 x = max(splat(-20.0f), score / h_.softcap);
-    return h_.softcap * (1.0f - 2.0f / (exp(2.0f * (x < 20.0f ? x : splat(20.0f))) + 1.0f));
+    return h_.softcap * (1.0f - 2.0f / (exp(2.0f * select(x < 20.0f, x, splat(20.0f))) + 1.0f));
   }
 
   void accumulate(const Item& item, Scratch& s, int rows, int at, int keys, const Following& following) {

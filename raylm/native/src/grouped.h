@@ -49,7 +49,7 @@ RAYLM_INLINE i32x16 nibble_dot(i32x16 sum, u32x16 weights, uint32_t x) {
   const __m512i pairs = _mm512_maddubs_epi16((__m512i)weights, (__m512i)splat(x));
   return sum + (i32x16)_mm512_madd_epi16(pairs, _mm512_set1_epi16(1));
 #else
-  typedef int16_t i16x32 __attribute__((vector_size(64)));
+  typedef Vector<int16_t, 2 * kLanes>::Type i16x32;
   // The sum of two products fits in 16 bits: at most 2 * 15 * 128.
   const uint32_t even = uint32_t(uint16_t(int8_t(x))) | uint32_t(int32_t(int8_t(x >> 16))) << 16;
   const uint32_t odd = uint32_t(uint16_t(int8_t(x >> 8))) | uint32_t(int32_t(int8_t(x >> 24))) << 16;
@@ -128,14 +128,14 @@ __attribute__((noinline)) void grouped_tile(const GroupedStream (&streams)[2], c
       const uint32_t* scales = streams[v].scales + g * kLanes * kWordsAGroup<ZEROS>;
       const u32x16 word = load<u32x16>(scales);
       const f32x16 scale = bits<f32x16>(ZEROS == kShared ? word & ~kZeroMask : word);
-      const f32x16 zero = ZEROS == kShared ? __builtin_convertvector(bits<i32x16>(word & kZeroMask), f32x16) * kZeroStep
+      const f32x16 zero = ZEROS == kShared ? convert<f32x16>(bits<i32x16>(word & kZeroMask)) * kZeroStep
                                            : splat(8.0f);
       f32x16 offset = {};
       if constexpr (ZEROS == kOffsets) offset = bits<f32x16>(load<u32x16>(scales + kLanes));
 #pragma GCC unroll 16
       for (int r = 0; r < R; r++) {
         const RoundedGroup inputs = rounded[r * groups + g];
-        f32x16 total = __builtin_convertvector(sums[r][v], f32x16);
+        f32x16 total = convert<f32x16>(sums[r][v]);
         if constexpr (BITS == 4 && ZEROS != kOffsets) total -= zero * float(inputs.sum);
         totals[r][v] += total * (scale * inputs.scale);
         if constexpr (ZEROS == kOffsets) totals[r][v] += offset * (float(inputs.sum) * inputs.scale);

@@ -44,7 +44,6 @@ struct Int4Steps {
 // minimizes the squared error.
 template <class T>
 void round_int4(const T* weight, int group, uint8_t* values, float* scale, float* zero) {
-  typedef uint8_t u8x16 __attribute__((vector_size(16)));
   f32x16 high = {}, low = {};
   for (int i = 0; i < group; i += kLanes) {
     high = max(high, load_wide(weight + i));
@@ -61,7 +60,7 @@ void round_int4(const T* weight, int group, uint8_t* values, float* scale, float
   }
   for (int i = 0; i < group; i += kLanes) {
     const f32x16 step = best.of(load_wide(weight + i) / best.scale);
-    store(values + i, __builtin_convertvector(__builtin_convertvector(step, i32x16), u8x16));
+    store_narrowed(values + i, convert<i32x16>(step));
   }
   *scale = best.scale;
   *zero = best.zero;

@@ -49,7 +49,7 @@ template <>
 struct Finished<int8_t> {
   static RAYLM_INLINE f32x16 of(const Linear& w, int column, float scale, i32x16 sum) {
     const i32x16 exact = sum - load<i32x16>(w.sums + column);
-    const f32x16 value = __builtin_convertvector(exact, f32x16) * (load<f32x16>(w.scales + column) * scale);
+    const f32x16 value = convert<f32x16>(exact) * (load<f32x16>(w.scales + column) * scale);
     return w.bias ? value + load<f32x16>(w.bias + column) : value;
   }
 };

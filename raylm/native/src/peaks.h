@@ -27,8 +27,7 @@ inline Peak peak_of(const float* from, int64_t count) {
       top[j] = max(v, top[j]);
     }
   float value = highest(max(max(top[0], top[1]), max(top[2], top[3])));
-  bool any_nan = false;
-  for (int lane = 0; lane < kLanes; lane++) any_nan |= nan[lane] != 0;
+  bool any_nan = any(nan);
   for (; i < count; i++) {
     any_nan |= from[i] != from[i];
     value = from[i] > value ? from[i] : value;
@@ -36,10 +35,7 @@ inline Peak peak_of(const float* from, int64_t count) {
   if (any_nan) return {std::numeric_limits<float>::quiet_NaN(), 0};
   int64_t at = 0;
   for (const f32x16 wanted = splat(value); at + kLanes <= count; at += kLanes) {
-    const i32x16 equal = load<f32x16>(from + at) == wanted;
-    int32_t any = 0;
-    for (int lane = 0; lane < kLanes; lane++) any |= equal[lane];
-    if (any) break;
+    if (any(load<f32x16>(from + at) == wanted)) break;
   }
   while (at + 1 < count && from[at] != value) at++;
   return {value, at};

@@ -39,7 +39,6 @@ struct QuantizedSpace {
 // `count` inputs in 127 steps to each side of 0, each with `MIDDLE` added.
 template <int MIDDLE, class T>
 RoundedGroup round_inputs(const T* x, int count, uint8_t* out) {
-  typedef uint8_t u8x16 __attribute__((vector_size(16)));
   f32x16 most = {};
   int i = 0;
   for (; i + kLanes <= count; i += kLanes) {
@@ -56,17 +55,16 @@ RoundedGroup round_inputs(const T* x, int count, uint8_t* out) {
     const i32x16 steps = bits<i32x16>(load_wide(x + i) * inverse + magic) - bits<int32_t>(12582912.0f);
     const i32x16 value = (steps << 24) >> 24;
     sums += value;
-    store(out + i, __builtin_convertvector(value + MIDDLE, u8x16));
+    store_narrowed(out + i, value + MIDDLE);
   }
-  int32_t sum = 0;
-  for (int lane = 0; lane < kLanes; lane++) sum += sums[lane];
+  int32_t total = sum(sums);
   for (; i < count; i++) {
     const float steps = widen(x[i]) * inverse;
     const int value = std::isfinite(steps) ? int(std::nearbyint(steps)) : 0;
-    sum += value;
+    total += value;
     out[i] = uint8_t(value + MIDDLE);
   }
-  return {top / 127.0f, sum};
+  return {top / 127.0f, total};
 }
 
 }  // namespace raylm

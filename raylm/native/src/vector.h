@@ -1,11 +1,13 @@
 // Sixteen lanes of 32 bits, and the operation that differs between instruction sets: the dot product of packed pairs.
 //
-// GCC and Clang compile these vectors for each target: one AVX-512 register, two of AVX2, four of SSE or NEON.
+// They are one AVX-512 register, two of AVX2, four of SSE or NEON. GCC keeps a vector that is wider than a register in
+// memory and fills it lane by lane, which takes 30 times as long. So a wider vector is a pair of halves here.
 #pragma once
 
 #include <cstddef>
 #include <cstdint>
 #include <cstring>
+#include <type_traits>
 
 #if defined(__AVX512F__)
 #include <immintrin.h>
@@ -17,58 +19,217 @@ namespace raylm {
 
 constexpr int kLanes = 16;
 
-typedef float f32x16 __attribute__((vector_size(64)));
-typedef int32_t i32x16 __attribute__((vector_size(64)));
-typedef uint32_t u32x16 __attribute__((vector_size(64)));
+#if defined(__AVX512F__)
+constexpr size_t kRegister = 64;
+#elif defined(__AVX2__)
+constexpr size_t kRegister = 32;
+#else
+constexpr size_t kRegister = 16;
+#endif
+
+template <class H>
+struct Pair {
+  typedef H Half;
+  Half low, high;
+};
+
+template <class V>
+constexpr bool kIsPair = false;
+template <class Half>
+constexpr bool kIsPair<Pair<Half>> = true;
+
+template <class T, int N>
+struct Vector {
+  typedef T Type __attribute__((vector_size(N * sizeof(T))));
+};
+template <class T, int N>
+  requires(N * sizeof(T) > kRegister)
+struct Vector<T, N> {
+  typedef Pair<typename Vector<T, N / 2>::Type> Type;
+};
+
+typedef Vector<float, kLanes>::Type f32x16;
+typedef Vector<int32_t, kLanes>::Type i32x16;
+typedef Vector<uint32_t, kLanes>::Type u32x16;
 
 template <class V>
 RAYLM_INLINE V load(const void* from) {
-  V v;
-  std::memcpy(&v, from, sizeof v);
-  return v;
+  if constexpr (kIsPair<V>) {
+    typedef typename V::Half Half;
+    return {load<Half>(from), load<Half>(static_cast<const char*>(from) + sizeof(Half))};
+  } else {
+    V v;
+    std::memcpy(&v, from, sizeof v);
+    return v;
+  }
 }
 
 template <class V>
 RAYLM_INLINE void store(void* to, V v) {
-  std::memcpy(to, &v, sizeof v);
+  if constexpr (kIsPair<V>) {
+    store(to, v.low);
+    store(static_cast<char*>(to) + sizeof v.low, v.high);
+  } else {
+    std::memcpy(to, &v, sizeof v);
+  }
 }
 
-RAYLM_INLINE f32x16 splat(float x) { return f32x16{} + x; }
-RAYLM_INLINE u32x16 splat(uint32_t x) { return u32x16{} + x; }
-RAYLM_INLINE i32x16 splat(int32_t x) { return i32x16{} + x; }
+// All lanes with the same value.
+template <class V, class S>
+RAYLM_INLINE V all(S x) {
+  if constexpr (kIsPair<V>) {
+    return {all<typename V::Half>(x), all<typename V::Half>(x)};
+  } else {
+    return V{} + x;
+  }
+}
+RAYLM_INLINE f32x16 splat(float x) { return all<f32x16>(x); }
+RAYLM_INLINE u32x16 splat(uint32_t x) { return all<u32x16>(x); }
+RAYLM_INLINE i32x16 splat(int32_t x) { return all<i32x16>(x); }
 
+// The same bits with another type.
 template <class To, class From>
 RAYLM_INLINE To bits(From from) {
   static_assert(sizeof(To) == sizeof(From));
-  To to;
-  std::memcpy(&to, &from, sizeof to);
-  return to;
+  if constexpr (kIsPair<To>) {
+    return {bits<typename To::Half>(from.low), bits<typename To::Half>(from.high)};
+  } else {
+    To to;
+    std::memcpy(&to, &from, sizeof to);
+    return to;
+  }
+}
+
+// The same numbers with another type of 32 bits.
+template <class To, class From>
+RAYLM_INLINE To convert(From from) {
+  if constexpr (kIsPair<To>) {
+    return {convert<typename To::Half>(from.low), convert<typename To::Half>(from.high)};
+  } else {
+    return __builtin_convertvector(from, To);
+  }
+}
+
+// Numbers that have a shorter type N in memory.
+template <class V, class N>
+RAYLM_INLINE V widened(const N* from) {
+  if constexpr (kIsPair<V>) {
+    typedef typename V::Half Half;
+    return {widened<Half>(from), widened<Half>(from + sizeof(Half) / 4)};
+  } else {
+    return __builtin_convertvector(load<typename Vector<N, sizeof(V) / 4>::Type>(from), V);
+  }
+}
+
+template <class N, class V>
+RAYLM_INLINE void store_narrowed(N* to, V v) {
+  if constexpr (kIsPair<V>) {
+    store_narrowed(to, v.low);
+    store_narrowed(to + sizeof v.low / 4, v.high);
+  } else {
+    typedef typename Vector<N, sizeof(V) / 4>::Type Narrow;
+    store(to, __builtin_convertvector(v, Narrow));
+  }
+}
+
+// Operators of pairs, also with one number for all lanes, as the compiler's vectors have them.
+#define RAYLM_PAIRWISE(OP)                                                      \
+  template <class H>                                                            \
+  RAYLM_INLINE auto operator OP(Pair<H> a, Pair<H> b) {                         \
+    return Pair<decltype(a.low OP b.low)>{a.low OP b.low, a.high OP b.high};    \
+  }                                                                             \
+  template <class H, class S>                                                   \
+    requires std::is_arithmetic_v<S>                                            \
+  RAYLM_INLINE auto operator OP(Pair<H> a, S b) {                               \
+    return Pair<decltype(a.low OP b)>{a.low OP b, a.high OP b};                 \
+  }                                                                             \
+  template <class H, class S>                                                   \
+    requires std::is_arithmetic_v<S>                                            \
+  RAYLM_INLINE auto operator OP(S a, Pair<H> b) {                               \
+    return Pair<decltype(a OP b.low)>{a OP b.low, a OP b.high};                 \
+  }
+
+RAYLM_PAIRWISE(+)
+RAYLM_PAIRWISE(-)
+RAYLM_PAIRWISE(*)
+RAYLM_PAIRWISE(/)
+RAYLM_PAIRWISE(&)
+RAYLM_PAIRWISE(|)
+RAYLM_PAIRWISE(<<)
+RAYLM_PAIRWISE(>>)
+RAYLM_PAIRWISE(<)
+RAYLM_PAIRWISE(>)
+RAYLM_PAIRWISE(>=)
+RAYLM_PAIRWISE(==)
+RAYLM_PAIRWISE(!=)
+
+template <class H>
+RAYLM_INLINE Pair<H> operator-(Pair<H> a) { return {-a.low, -a.high}; }
+template <class H>
+RAYLM_INLINE Pair<H> operator~(Pair<H> a) { return {~a.low, ~a.high}; }
+template <class H, class B>
+RAYLM_INLINE Pair<H>& operator+=(Pair<H>& a, B b) { return a = a + b; }
+template <class H, class B>
+RAYLM_INLINE Pair<H>& operator-=(Pair<H>& a, B b) { return a = a - b; }
+template <class H>
+RAYLM_INLINE Pair<H>& operator|=(Pair<H>& a, Pair<H> b) { return a = a | b; }
+
+// Of each lane `a` if the lane of the mask is set, else `b`.
+template <class M, class V>
+RAYLM_INLINE V select(M mask, V a, V b) {
+  if constexpr (kIsPair<V>) {
+    return {select(mask.low, a.low, b.low), select(mask.high, a.high, b.high)};
+  } else {
+    return mask ? a : b;
+  }
 }
 
 RAYLM_INLINE f32x16 max(f32x16 a, f32x16 b) {
 #if defined(__AVX512F__)
   return (f32x16)_mm512_max_ps((__m512)a, (__m512)b);
 #else
-  return a > b ? a : b;
+  return select(a > b, a, b);
 #endif
 }
 
-RAYLM_INLINE float sum(f32x16 v) {
-#if defined(__AVX512F__)
-  return _mm512_reduce_add_ps((__m512)v);
-#endif
-  float total = 0;
-  for (int i = 0; i < kLanes; i++) total += v[i];
-  return total;
+template <class V>
+RAYLM_INLINE auto sum(V v) {
+  if constexpr (kIsPair<V>) {
+    return sum(v.low + v.high);
+  } else {
+    auto total = v[0];
+    for (size_t i = 1; i < sizeof v / sizeof v[0]; i++) total += v[i];
+    return total;
+  }
 }
 
-RAYLM_INLINE float highest(f32x16 v) {
+template <class V>
+RAYLM_INLINE float highest(V v) {
+  if constexpr (kIsPair<V>) {
+    return highest(select(v.low > v.high, v.low, v.high));
+  } else {
+    float top = v[0];
+    for (size_t i = 1; i < sizeof v / sizeof v[0]; i++) top = v[i] > top ? v[i] : top;
+    return top;
+  }
+}
+
 #if defined(__AVX512F__)
-  return _mm512_reduce_max_ps((__m512)v);
+RAYLM_INLINE float sum(f32x16 v) { return _mm512_reduce_add_ps((__m512)v); }
+RAYLM_INLINE int32_t sum(i32x16 v) { return _mm512_reduce_add_epi32((__m512i)v); }
+RAYLM_INLINE float highest(f32x16 v) { return _mm512_reduce_max_ps((__m512)v); }
 #endif
-  float top = v[0];
-  for (int i = 1; i < kLanes; i++) top = v[i] > top ? v[i] : top;
-  return top;
+
+// Whether any lane is not 0.
+template <class V>
+RAYLM_INLINE bool any(V v) {
+  if constexpr (kIsPair<V>) {
+    return any(v.low | v.high);
+  } else {
+    int32_t found = 0;
+    for (size_t i = 0; i < sizeof v / sizeof v[0]; i++) found |= v[i];
+    return found != 0;
+  }
 }
 
 // exp(x) for x <= 88, with a relative error under 1e-7, and almost 0 for all x below -87: 2^n times a polynomial on
@@ -123,14 +284,13 @@ RAYLM_INLINE bf16 narrow<bf16>(float x) {
 RAYLM_INLINE u32x16 rounded(f32x16 x) {  // bfloat16 in the upper halves
   const u32x16 raw = bits<u32x16>(x);
   const u32x16 up = raw + 0x7fffu + ((raw >> 16) & 1);
-  const u32x16 nan = (raw & 0x7fffffffu) > 0x7f800000u;
+  const u32x16 nan = bits<u32x16>((raw & 0x7fffffffu) > 0x7f800000u);
   return (nan & (raw | 0x400000u)) | (~nan & up);
 }
 
 RAYLM_INLINE f32x16 load_wide(const float* from) { return load<f32x16>(from); }
 RAYLM_INLINE f32x16 load_wide(const bf16* from) {
-  typedef uint16_t u16x16 __attribute__((vector_size(32)));
-  return bits<f32x16>(__builtin_convertvector(load<u16x16>(from), u32x16) << 16);
+  return bits<f32x16>(widened<u32x16>(&from->raw) << 16);
 }
 RAYLM_INLINE void store_narrow(float* to, f32x16 v) { store(to, v); }
 RAYLM_INLINE void store_narrow(bf16* to, f32x16 v) {
@@ -138,8 +298,7 @@ RAYLM_INLINE void store_narrow(bf16* to, f32x16 v) {
   const __m256bh packed = _mm512_cvtneps_pbh((__m512)v);
   std::memcpy(to, &packed, 32);
 #else
-  typedef uint16_t u16x16 __attribute__((vector_size(32)));
-  store(to, __builtin_convertvector(rounded(v) >> 16, u16x16));
+  store_narrowed(&to->raw, rounded(v) >> 16);
 #endif
 }
 
