@@ -1,7 +1,6 @@
 """Steps over a Link: the EngineCore's end and the worker's, with the failures of steps and the end of the worker.
 
-A Ray call wakes six threads of two processes, and on the cores that a model computes on each stops it. A frame wakes
-one.
+A Ray call wakes six threads of two processes, each of which interrupts the model on a core. A frame wakes one thread.
 """
 
 from __future__ import annotations

@@ -76,7 +76,8 @@ def drain_limit_s(config: Config) -> float:
 class EngineProcesses:
     """One incarnation of an engine: its EngineCore and workers, started together as importing torch takes longest.
 
-    The EngineCore watches the workers; here it is watched alone, over its Link. It reports its load, and why it ends.
+    The EngineCore watches its workers. This class watches only the EngineCore, over its Link, on which the EngineCore
+    reports its load and the reason of its end.
     """
 
     def __init__(self, config: Config, name: str, engine_id: str, gpus: int, title: str = "") -> None:

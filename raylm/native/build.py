@@ -89,8 +89,8 @@ def build(instructions: str, name: str = KERNELS) -> Path:
     with _locked(library.parent) as lock:
         if not library.exists():
             started = time.perf_counter()
-            what = f"the CPU kernels for {instructions}, once, some 10 s" if name == KERNELS else f"{name}, once"
-            report("stage", "native", f"compiling {what}")
+            what = "the CPU kernels" if name == KERNELS else name
+            report("stage", "native", f"compiling {what} for {instructions}, once, for up to a minute")
             fresh = library.with_suffix(".new")
             _compile(compiler, instructions, fresh, lock, name)
             fresh.replace(library)

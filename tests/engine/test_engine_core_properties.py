@@ -41,8 +41,8 @@ def test_lives_are_full_of_all_that_may_happen() -> None:
 
 
 @pytest.mark.long
-def test_nor_do_lives_of_fifteen_minutes_find_a_fault() -> None:
-    until = time.process_time() + 900
+def test_nor_do_lives_of_five_minutes_find_a_fault() -> None:
+    until = time.process_time() + 300
     for seed in count(2**32):
         live(seed, 20 + seed % 100)
         if time.process_time() > until:

@@ -39,8 +39,8 @@ def test_so_it_does_over_several_stages(seed: int, length: int, stages: int) -> 
 
 
 @pytest.mark.long
-def test_nor_do_lives_of_fifteen_minutes_find_a_fault() -> None:
-    until = time.process_time() + 900
+def test_nor_do_lives_of_five_minutes_find_a_fault() -> None:
+    until = time.process_time() + 300
     for seed in count(2**32):
         run = live(seed, 5 + seed % 160)
         assert run.settled == {request.key for _, request in run.added}, f"seed {seed}"

@@ -27,8 +27,8 @@ def made(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Path, Path]:
 
 @pytest.mark.parametrize(
     ("checkpoints", "adapters", "ggufs"),
-    [(12, 6, 12), pytest.param(2000, 500, 500, marks=pytest.mark.long)],
-    ids=["some", "two_thousand"],
+    [(12, 6, 12), pytest.param(200, 60, 60, marks=pytest.mark.long)],
+    ids=["some", "hundreds"],
 )
 def test_mutated_files_are_served_or_refused(
     made: tuple[Path, Path, Path], checkpoints: int, adapters: int, ggufs: int

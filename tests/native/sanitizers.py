@@ -59,7 +59,7 @@ def address(*options: str) -> int:
             "ASAN_OPTIONS": "detect_leaks=0:abort_on_error=1",
             "UBSAN_OPTIONS": "print_stacktrace=1",
         }
-        names = f"not {SAME} and not {LONGEST} and not two_thousand"
+        names = f"not {SAME} and not {LONGEST} and not hundreds"
         chosen = ["-q", "-x", "-p", "no:cacheprovider", "-m", "not gpu and not ray", "-k", names, *options, *TESTS]
         return subprocess.run([sys.executable, "-m", "pytest", *chosen], cwd=ROOT, env=env, check=False).returncode
 
