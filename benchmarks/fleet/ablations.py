@@ -39,8 +39,9 @@ _QUEUE: dict[str, list[Change]] = {
     "longest prefix": [(fair, "_PREFIXES", 1)],
     "look ahead": [(fair, "_LOOK_AHEAD", 0)],
     "overtaken limit": [(fair, "MOST_PASSED", 1 << 30)],
-    "kept places": [(fair.FairQueue, "_within_share", lambda self, tenants: tenants)],
+    "kept places": [(fair.FairQueue, "_within_share", lambda self, tenants, times=1.0: tenants)],
     "places yielded": [(fair.FairQueue, "displaced", lambda self: None)],
+    "prompts that yield": [(fair.FairQueue, "yielding", lambda self, running: [])],
     "charged answers": [(fair, "DRAWN_WEIGHT", 1.0)],
 }
 _FIRST_COME = "first come, first served"

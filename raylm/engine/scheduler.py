@@ -5,8 +5,8 @@ from __future__ import annotations
 import time
 from bisect import insort
 from collections import defaultdict
-from collections.abc import Callable, Iterator
-from itertools import count
+from collections.abc import Callable, Collection, Iterator
+from itertools import count, islice
 
 from raylm import logprob_columns
 from raylm.config import SchedulerConfig
@@ -48,8 +48,9 @@ class Scheduler:
     each step in flight will draw; the workers feed that token to their next step themselves. Accepted draft tokens
     beyond it are added when the result arrives. With several ``stages``, decoding sequences take turns (StageTurns).
 
-    No sequence starves. The first running sequence (by rank) is never preempted, and gets blocks as long as any other
-    sequence holds some. Alone it always fits, because ``max_model_len`` is at most the size of the pool.
+    No sequence starves. The first running sequence (by rank) is never preempted, its prompt never yields, and it gets
+    blocks as long as any other sequence holds some. Alone it always fits, because ``max_model_len`` is at most the size
+    of the pool.
     """
 
     def __init__(
@@ -165,15 +166,23 @@ class Scheduler:
     # ---------------------------------------------------------------- schedule
 
     def schedule(self) -> SchedulerOutput | None:
-        """Plan the next step: running sequences first, then waiting ones. None if nothing can be computed now."""
+        """Plan the next step: running sequences first, then waiting ones, then prompts that yield.
+
+        None if nothing can be computed now.
+        """
         may_start = self._give_up()
         self._displace()
         plan = StepPlan(
             self._budget.tokens(self.running, shared=self.waiting.is_shared), self._budget.places(self.running)
         )
-        self._schedule_running(plan)
+        yielding = self.waiting.yielding(islice(self.running, 1, None))
+        self._schedule_running(plan, yielding)
         if may_start:
             self._schedule_waiting(plan)
+        if yielding:
+            self._schedule_yielding(plan, yielding)
+            if may_start:
+                self._schedule_waiting(plan)
         if plan.empty:
             return None
         self._step += 1
@@ -207,10 +216,17 @@ class Scheduler:
             self._preempt(victim)
             self.waiting.invite(coming)
 
-    def _schedule_running(self, plan: StepPlan) -> None:
+    def _schedule_running(self, plan: StepPlan, yielding: Collection[Sequence]) -> None:
         turn = self._turns.next(self.running, self._step + 1, self._seen)
-        for seq in plan.add_running(self.running, self._lookahead.reserve_every, self._reserve_blocks, turn):
+        for seq in plan.add_running(self.running, self._lookahead.reserve_every, self._reserve_blocks, turn, yielding):
             self.kv.publish(seq, seq.num_computed)
+
+    def _schedule_yielding(self, plan: StepPlan, yielding: Collection[Sequence]) -> None:
+        """Compute the prompts that yield with the tokens that are left."""
+        for seq in yielding:
+            if plan.tokens > 0 and seq.status is Status.RUNNING:
+                plan.add_prompt(seq)
+                self.kv.publish(seq, seq.num_computed)
 
     def _schedule_waiting(self, plan: StepPlan) -> None:
         """Start waiting sequences in the order of the queue, as far as the budget and the pool allow."""

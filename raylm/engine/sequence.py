@@ -157,6 +157,11 @@ class Sequence:
         return len(self.token_ids) - self.num_prompt_tokens
 
     @property
+    def has_prompt_left(self) -> bool:
+        """Whether it needs more than one token to catch up: tokens of its prompt, or of an answer after preemption."""
+        return self.num_tokens - self.num_computed > 1
+
+    @property
     def ended_by(self) -> tuple[FinishReason, int | None] | None:
         """(finish reason, stop token) if the last token ends the sequence, else None.
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Collection
 
 from raylm.engine.sequence import Sequence
 from raylm.engine.stage_turns import ALL, StageTurn
@@ -37,9 +37,14 @@ class StepPlan:
         return not self._ids and not self._chunks
 
     def add_running(
-        self, running: list[Sequence], reserve_every: int, reserve: Reserve, turn: StageTurn = ALL
+        self,
+        running: list[Sequence],
+        reserve_every: int,
+        reserve: Reserve,
+        turn: StageTurn = ALL,
+        yielding: Collection[Sequence] = (),
     ) -> list[Sequence]:
-        """Add the running sequences in the order of their rank.
+        """Add the running sequences, but not the prompts in ``yielding``, in the order of their rank.
 
         A chunk of a prompt leaves one token of the budget for each sequence after it. A decoding sequence requests
         blocks by ``reserve`` when it has computed a multiple of ``reserve_every`` tokens. If ``reserve`` returns False,
@@ -55,6 +60,8 @@ class StepPlan:
             if known >= seq.limit or tokens <= 0:
                 continue
             if known - computed > 1:
+                if seq in yielding:
+                    continue
                 tokens -= self._add_chunk(seq, max(1, tokens - (len(running) - place - 1)))
                 chunked.append(seq)
             elif left > 0 and seq.last_draw <= latest and (computed % reserve_every or reserve(seq, place, self)):
@@ -66,6 +73,10 @@ class StepPlan:
                 tokens -= 1
         self.tokens = tokens
         return chunked
+
+    def add_prompt(self, seq: Sequence) -> None:
+        """Compute as many tokens of a running prompt as the budget allows."""
+        self.tokens -= self._add_chunk(seq, self.tokens)
 
     def add_new(self, seq: Sequence, block_ids: list[int]) -> None:
         """Add a sequence that has no row in the worker, and compute as many of its tokens as the budget allows."""

@@ -311,12 +311,13 @@ class Run:
         return self.setup.stages > 1 and seq.num_tokens - seq.num_computed == 1
 
     def _check_order(self, plan: SchedulerOutput, ready: list[Sequence], preempted: list[Sequence]) -> None:
-        """Running first, then strict head of line; and who is preempted is of the lowest class there is."""
+        """Running first, but for prompts that yield; then strict head of line. The lowest class is preempted."""
         running = {seq.id: seq for seq in self.scheduler.running}
         waiting = [self._place(seq) for seq in self.scheduler.waiting]
         displaced = self._displaced(plan, preempted)
         if plan.new:
-            waits = [seq for seq in ready if seq.id not in plan.seq_ids and seq is not displaced]
+            others = [seq for seq in ready if seq.id not in plan.seq_ids and seq is not displaced]
+            waits = [seq for seq in others if self.setup.policy == "fcfs" or not seq.has_prompt_left]
             assert not waits, "a new sequence runs, and a running one must wait"
             last = max(self._place(running[new.seq_id]) for new in plan.new)
             assert self.setup.policy == "fair" or all(last < rank for rank in waiting), "somebody jumped the queue"

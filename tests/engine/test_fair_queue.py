@@ -133,6 +133,19 @@ def test_shares_are_as_the_weights() -> None:
     assert 2.7 < drawn["heavy"] / drawn["light"] < 3.3
 
 
+def test_a_prompt_of_a_key_above_its_share_gets_the_tokens_that_others_leave() -> None:
+    engine = fair(num_blocks=400, max_num_batched_tokens=16)
+    for key, tokens in enumerate([4, 4, 4, 100]):
+        engine.scheduler.add(CLIENT, of("flood", [key + 1] * tokens, key, max_tokens=50))
+    for _ in range(3):  # three sequences decode, and a part of the long prompt is computed
+        engine.step()
+    engine.scheduler.add(CLIENT, of("guest", [9] * 20, 9, max_tokens=5))
+    flood, guest = 3, 4  # sequence ids
+    first, second = engine.schedule(), engine.schedule()
+    assert dict(zip(first.seq_ids, first.num_scheduled, strict=True)) == {0: 1, 1: 1, 2: 1, guest: 13}
+    assert dict(zip(second.seq_ids, second.num_scheduled, strict=True)) == {0: 1, 1: 1, 2: 1, guest: 7, flood: 6}
+
+
 def test_a_key_that_returns_has_saved_nothing_up() -> None:
     engine = fair(num_blocks=400, max_num_seqs=1)
     for key in range(40):

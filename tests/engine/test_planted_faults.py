@@ -164,12 +164,12 @@ def one_sequence_too_many_in_a_step(patch: Patch) -> None:
 
 
 def waiting_before_running(patch: Patch) -> None:
-    def schedule_running(original: Any, self: Scheduler, plan: StepPlan) -> None:
+    def schedule_running(original: Any, self: Scheduler, plan: StepPlan, yielding: list[Sequence]) -> None:
         if not plan.new:
             running = list(self.running)
             self._schedule_waiting(plan)
             started, self.running = [seq for seq in self.running if seq not in running], running
-            original(self, plan)
+            original(self, plan, yielding)
             self.running = sorted(self.running + started, key=self.waiting.rank)
 
     wrap(patch, Scheduler, "_schedule_running", schedule_running)
@@ -271,11 +271,11 @@ def one_token_less_than_asked_for(patch: Patch) -> None:
 
 
 def steps_are_scheduled_beyond_the_last_token(patch: Patch) -> None:
-    def schedule_running(original: Any, self: Scheduler, plan: StepPlan) -> None:
+    def schedule_running(original: Any, self: Scheduler, plan: StepPlan, yielding: list[Sequence]) -> None:
         limits = [(seq, seq.limit) for seq in self.running]
         for seq, limit in limits:
             seq.limit = limit + 1
-        original(self, plan)
+        original(self, plan, yielding)
         for seq, limit in limits:
             seq.limit = limit
 

@@ -100,6 +100,17 @@ def test_a_long_prompt_gets_a_token_even_if_as_many_are_behind_it_as_the_step_ha
     assert [rows(engine.schedule())[place] for place in (2, 0, 0)] == [(3, n, 1, False) for n in range(3)]
 
 
+def test_a_long_prompt_of_a_lower_class_yields_to_one_that_waits() -> None:
+    engine = Engine(num_blocks=80, max_num_batched_tokens=16, policy="priority")
+    engine.add([1], key=0, priority=1, max_tokens=50)
+    engine.add([2] * 100, key=1, priority=1)
+    engine.step()
+    engine.add([3] * 20, key=2, priority=0)
+    first, second = engine.schedule(), engine.schedule()
+    assert rows(first) == [(0, 1, 1, True), (2, 0, 15, False)]
+    assert [row[:3] for row in rows(second)] == [(0, 2, 1), (2, 15, 5), (1, 15, 10)]
+
+
 def test_no_more_sequences_than_seats() -> None:
     engine = Engine(max_num_seqs=2)
     for key in range(3):

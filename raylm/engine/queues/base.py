@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterator
+from collections.abc import Collection, Iterable, Iterator
 from typing import Protocol
 
 from sortedcontainers import SortedList
@@ -76,6 +76,10 @@ class WaitingQueue:
         """Whether requests of another tenant may arrive and should not wait for long steps in flight."""
         return False
 
+    def yielding(self, running: Iterable[Sequence]) -> list[Sequence]:
+        """Called before each step: the running sequences whose prompts get the tokens that all others leave."""
+        return []
+
     def displaced(self) -> tuple[Sequence, Collection[Sequence]] | None:
         """Called when no place is free: (a waiting sequence, the running sequences of which one yields its place).
 
@@ -112,6 +116,12 @@ class PriorityQueue(WaitingQueue):
 
     Waiting for AGING_S seconds raises a sequence by one class.
     """
+
+    def yielding(self, running: Iterable[Sequence]) -> list[Sequence]:
+        if not self._line:
+            return []
+        first = self._line[0][-1].state.request.priority
+        return [seq for seq in running if seq.state.request.priority > first and seq.has_prompt_left]
 
     def rank(self, seq: Sequence) -> Rank:
         return (seq.state.request.priority, seq.state.arrival, seq.index)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections import Counter
-from collections.abc import Collection, Iterator
+from collections.abc import Collection, Iterable, Iterator
 from itertools import islice
 
 from sortedcontainers import SortedList
@@ -20,6 +20,7 @@ _PREFIXES = 64  # sequences searched for a longer cached prefix
 PATIENCE_S = 10.0  # a request without a target for its first token is ordered as if its target were this
 RECENT_S = 60.0  # a tenant stays a guest for this long after its queue became empty
 GUEST_S = 1.0  # a tenant stays a guest for this long after it begins to wait; a longer backlog makes it a regular
+_YIELDING = 1.5  # a tenant whose running sequences exceed its share this many times lets other prompts go first
 KEPT_SHARE = 16  # one of this many places is kept for guests
 _MOST_LATE = 32  # most late requests moved back in one step
 
@@ -68,7 +69,8 @@ class FairQueue(WaitingQueue):
     guest, a tenant that runs more than its share of the sequences does not take these places. Otherwise a guest would
     have to wait until a sequence ends. If no place is free, a sequence of the tenant that exceeds its share most is
     preempted for a guest below its share. In a step in which all waiting sequences of a tenant start, tenants above
-    their share start none.
+    their share start none. While there is a guest, the running prompts of tenants far above their share (_YIELDING) get
+    the tokens of a step that those leave that were served at most ``quantum`` tokens more.
 
     The sequences of a tenant are ordered by the due time of their requests' first tokens. A request that can no longer
     meet its due time is moved back by PATIENCE_S, once, behind the requests that can. The due time of a sequence
@@ -87,6 +89,8 @@ class FairQueue(WaitingQueue):
         # The step in which a tenant's last waiting sequence started while others waited; never two steps in a row.
         self._guest_step = -1
         self._invited: Sequence | None = None
+        self._yielding: list[Sequence] = []
+        self._first_served = 0.0  # a tenant that was served more starts none while prompts yield
         self._length = 0
         self._passed: Counter[Sequence] = Counter()
         self._first: Sequence | None = None
@@ -138,6 +142,19 @@ class FairQueue(WaitingQueue):
             return False
         return len(self._active) > 1 or any(tenant not in self._active for tenant in self._newest_guests())
 
+    def yielding(self, running: Iterable[Sequence]) -> list[Sequence]:
+        self._yielding = []
+        if len(self._tenants) > 1 and self._newest_guests():
+            active = list(self._active)
+            within = self._within_share(active, _YIELDING)
+            if len(within) < len(active):
+                for tenant in active:
+                    tenant.settle()
+                self._first_served = self._quantum + min(tenant.served for tenant in active if tenant not in within)
+                before = {tenant for tenant in within if tenant.served <= self._first_served}
+                self._yielding = [seq for seq in running if seq.has_prompt_left and self._tenant_of(seq) not in before]
+        return self._yielding
+
     def displaced(self) -> tuple[Sequence, Collection[Sequence]] | None:
         waiting = (tenant for tenant in self._newest_guests() if tenant.line)
         if self._invited is not None or (coming := min(waiting, key=_crowd, default=None)) is None:
@@ -155,7 +172,7 @@ class FairQueue(WaitingQueue):
         self._invited = seq
 
     def start(self, seq: Sequence, cached: int) -> None:
-        tenant = self._tenants[seq.state.request.service.tenant]
+        tenant = self._tenant_of(seq)
         for passed in {self._first, tenant.line[0][-1]} - {seq, None}:
             assert passed is not None
             self._passed[passed] += 1
@@ -167,7 +184,7 @@ class FairQueue(WaitingQueue):
             self._guest_step = step
 
     def leave(self, seq: Sequence) -> None:
-        tenant = self._tenants[seq.state.request.service.tenant]
+        tenant = self._tenant_of(seq)
         tenant.charge(seq)
         del tenant.running[seq]
         if not tenant.running:
@@ -181,8 +198,11 @@ class FairQueue(WaitingQueue):
                 return  # the running sequences took its blocks; no other sequence takes its place meanwhile
         tenants = list(self._backlogged.values())
         last_places = self._guests and self._forecast.free_places() <= self._kept
-        if last_places or self._guest_step == self._forecast.num_steps:
+        yielding = any(seq.has_prompt_left for seq in self._yielding)
+        if last_places or yielding or self._guest_step == self._forecast.num_steps:
             tenants = self._within_share(tenants)
+            if yielding:
+                tenants = [tenant for tenant in tenants if tenant.served <= self._first_served]
             if not tenants:
                 return
         if len(tenants) > 1:
@@ -203,7 +223,7 @@ class FairQueue(WaitingQueue):
                     yield entry[-1]
 
     def standing(self, seq: Sequence) -> float:
-        return self._tenants[seq.state.request.service.tenant].served // self._quantum
+        return self._tenant_of(seq).served // self._quantum
 
     def settle(self) -> None:
         for tenant in self._tenants.values():
@@ -217,6 +237,9 @@ class FairQueue(WaitingQueue):
         self.settle()
         return {name: tenant.served for name, tenant in self._tenants.items()}
 
+    def _tenant_of(self, seq: Sequence) -> Tenant:
+        return self._tenants[seq.state.request.service.tenant]
+
     def _welcome(self, tenant: Tenant, seconds: float) -> None:
         self._guests.pop(tenant, None)
         self._guests[tenant] = self._forecast.now() + seconds
@@ -227,12 +250,12 @@ class FairQueue(WaitingQueue):
             guests.popitem()
         return [tenant for tenant, until in islice(reversed(guests.items()), _LOOK_AHEAD) if until >= now]
 
-    def _within_share(self, tenants: list[Tenant]) -> list[Tenant]:
-        """The ``tenants`` that run at most their share of the sequences; all of them if there is no guest."""
+    def _within_share(self, tenants: list[Tenant], times: float = 1.0) -> list[Tenant]:
+        """The ``tenants`` that run at most ``times`` their share of the sequences; all of them if there is no guest."""
         if not (newest := self._newest_guests()):
             return tenants
         share = self._share(next((tenant for tenant in newest if tenant not in self._active), newest[0]))
-        return [tenant for tenant in tenants if len(tenant.running) <= share * tenant.weight]
+        return [tenant for tenant in tenants if len(tenant.running) <= times * share * tenant.weight]
 
     def _share(self, coming: Tenant) -> float:
         """Running sequences due to a tenant of weight 1 if ``coming`` is one of the active tenants."""
