@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import pytest
 
 from raylm.engine import snapshot
+from raylm.engine.queues.base import AGING_S
 from raylm.engine.sequence import sequence_seed
 from raylm.messages import Logprobs, ModelRunnerOutput, SchedulerOutput
-from tests.engine.build import EOS, Engine, crowd, request
+from tests.engine.build import CLIENT, EOS, Engine, crowd, request
 
 
 def rows(plan: SchedulerOutput) -> list[tuple[int, int, int, bool]]:
@@ -109,6 +112,16 @@ def test_a_long_prompt_of_a_lower_class_yields_to_one_that_waits() -> None:
     first, second = engine.schedule(), engine.schedule()
     assert rows(first) == [(0, 1, 1, True), (2, 0, 15, False)]
     assert [row[:3] for row in rows(second)] == [(0, 2, 1), (2, 15, 5), (1, 15, 10)]
+
+
+def test_waiting_for_long_makes_up_for_the_class_of_a_prompt_that_yields() -> None:
+    engine = Engine(num_blocks=80, max_num_batched_tokens=16, policy="priority")
+    engine.add([1], key=0, priority=1, max_tokens=50)
+    engine.add([2] * 100, key=1, priority=1)
+    engine.step()
+    late = replace(request([3] * 20, 2, priority=0), arrival_time=AGING_S + 1)
+    engine.scheduler.add(CLIENT, late)
+    assert rows(engine.schedule()) == [(0, 1, 1, True), (1, 15, 15, False)]
 
 
 def test_no_more_sequences_than_seats() -> None:

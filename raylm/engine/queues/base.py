@@ -120,8 +120,8 @@ class PriorityQueue(WaitingQueue):
     def yielding(self, running: Iterable[Sequence]) -> list[Sequence]:
         if not self._line:
             return []
-        first = self._line[0][-1].state.request.priority
-        return [seq for seq in running if seq.state.request.priority > first and seq.has_prompt_left]
+        first = self._key(self._line[0][-1])
+        return [seq for seq in running if seq.has_prompt_left and self._key(seq) > first]
 
     def rank(self, seq: Sequence) -> Rank:
         return (seq.state.request.priority, seq.state.arrival, seq.index)
