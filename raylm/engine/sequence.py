@@ -125,9 +125,9 @@ class Sequence:
     drafts are added when the results arrive. ``next_check`` is the length at which an appended token needs handling:
     first that of the first generated token, then ``limit``. A preempted sequence may restart when the result of step
     ``resume_after`` has arrived. With stages, ``last_draw`` is the last step in which it draws. ``num_cached`` is the
-    number of prompt tokens found in the prefix cache. ``due`` orders the waiting sequences; the fair policy owns it.
-    ``prompt_logprobs`` collects the log-probabilities of the prompt; None if they were not requested or are delivered
-    already.
+    number of prompt tokens found in the prefix cache. ``due`` orders the waiting sequences, and ``num_charged`` is the
+    number of its tokens that are charged to the tenant; the fair policy owns both. ``prompt_logprobs`` collects the
+    log-probabilities of the prompt; None if they were not requested or are delivered already.
     """
 
     id: int
@@ -146,6 +146,7 @@ class Sequence:
     resume_after: int = 0
     last_draw: int = 0
     due: float = 0.0
+    num_charged: int = 0
     status: Status = Status.WAITING
 
     @property

@@ -44,6 +44,7 @@ class Killer:
     def __init__(self, server: Server, folder: Path) -> None:
         self.killed: Counter[str] = Counter()
         self._server, self._folder = server, folder
+        self._files = threading.Lock()  # a stop is answered, or its file is taken away
         self._turns = {"0": cycle(_VICTIMS), "1": cycle((_INGRESS, *_VICTIMS))}
         self._turn: Iterator[str] = self._turns["1"]
         threading.Thread(target=self._run, daemon=True).start()
@@ -55,20 +56,22 @@ class Killer:
         texts = dict(json.loads(line) for line in lines)  # a client asks again if its ingress is lost
         found = {"seen": list(texts.values()), "lost": self.killed.total()}
         if (lose := options.get("lose")) is not None:
-            for path in (seen, armed, *self._folder.glob("*.half")):
-                path.unlink(missing_ok=True)
-            self.killed.clear()
-            self._turn = self._turns[options.get("ingress", "1")]
-            if lose == "1":
-                armed.touch()
+            with self._files:
+                for path in (seen, armed, *self._folder.glob("*.half")):
+                    path.unlink(missing_ok=True)
+                self.killed.clear()
+                self._turn = self._turns[options.get("ingress", "1")]
+                if lose == "1":
+                    armed.touch()
         return found
 
     def _run(self) -> None:
         while True:
-            for half in self._folder.glob("*.half"):
-                if not half.stat().st_size:
-                    self._kill(next(self._turn))
-                    half.write_text("go on")
+            with self._files:
+                for half in self._folder.glob("*.half"):
+                    if not half.stat().st_size:
+                        self._kill(next(self._turn))
+                        half.write_text("go on")
             time.sleep(0.02)
 
     def _kill(self, name: str) -> None:

@@ -29,7 +29,7 @@ class Tenant:
     """The sequences of one API key, and the service that it received.
 
     ``served`` counts weighted tokens divided by the weight of the key. ``line`` holds the waiting sequences.
-    ``running`` maps each running sequence to the number of its tokens that are charged already.
+    ``running`` holds the running sequences.
     """
 
     __slots__ = ("line", "running", "served", "weight")
@@ -38,18 +38,18 @@ class Tenant:
         self.line = SortedList()
         self.served = 0.0
         self.weight = 1.0
-        self.running: dict[Sequence, int] = {}
+        self.running: dict[Sequence, None] = {}
 
     def charge(self, seq: Sequence) -> None:
         """Add the tokens of a sequence that were computed or drawn since the last call to ``served``."""
-        charged, prompt = self.running[seq], seq.num_prompt_tokens
+        charged, prompt = seq.num_charged, seq.num_prompt_tokens
         known = len(seq.token_ids)
         served = known if known > prompt else min(seq.num_computed, prompt)
         if served > charged:
             of_prompt = max(0, min(served, prompt) - charged)
             drawn = served - charged - of_prompt
             self.served += (PROMPT_WEIGHT * of_prompt + DRAWN_WEIGHT * drawn) / self.weight
-            self.running[seq] = served
+            seq.num_charged = served
 
     def settle(self) -> None:
         for seq in self.running:
@@ -59,11 +59,12 @@ class Tenant:
 class FairQueue(WaitingQueue):
     """Serves the tenant with the least service first; with one tenant, first come, first served.
 
-    Source: VTC (Sheng et al., OSDI 2024), but a prompt is charged for its computed tokens only. A tenant that begins to
-    wait is lifted to the least service of the waiting tenants, so no tenant can save up service. Among the first
-    sequences of a tenant, the one with the longest cached prefix starts if other tenants wait too (DLPM, 2025). If the
-    best sequence does not fit, later sequences may start instead, provided that their tenants were served at most
-    ``quantum`` tokens more. After MOST_PASSED sequences have overtaken a sequence, all others wait until it fits.
+    Source: VTC (Sheng et al., OSDI 2024), but a prompt is charged for its computed tokens only. A token is charged
+    once, also if its sequence is preempted and computes it again. A tenant that begins to wait is lifted to the least
+    service of the waiting tenants, so no tenant can save up service. Among the first sequences of a tenant, the one
+    with the longest cached prefix starts if other tenants wait too (DLPM, 2025). If the best sequence does not fit,
+    later sequences may start instead, provided that their tenants were served at most ``quantum`` tokens more. After
+    MOST_PASSED sequences have overtaken a sequence, all others wait until it fits.
 
     Guests are tenants that come and go. The last ``kept`` places of the batch are reserved for them: while there is a
     guest, a tenant that runs more than its share of the sequences does not take these places. Otherwise a guest would
@@ -120,6 +121,7 @@ class FairQueue(WaitingQueue):
             seq.state.due = self._due(seq)
         if seq.due == 0.0:
             seq.due = seq.state.due
+            seq.num_charged = len(seq.token_ids) if seq.num_generated else 0
         tenant.line.add(self._entry(seq))
         self._length += 1
 
@@ -129,6 +131,7 @@ class FairQueue(WaitingQueue):
         name = seq.state.request.service.tenant
         tenant = self._tenants[name]
         tenant.line.remove(self._entry(seq))
+        tenant.charge(seq)  # the tokens in flight when it was preempted
         self._length -= 1
         self._passed.pop(seq, None)
         if not tenant.line:
@@ -178,7 +181,8 @@ class FairQueue(WaitingQueue):
             self._passed[passed] += 1
         self.remove(seq)
         self._active[tenant] = None
-        tenant.running[seq] = len(seq.token_ids) if seq.num_generated else cached
+        tenant.running[seq] = None
+        seq.num_charged = max(seq.num_charged, min(cached, seq.num_prompt_tokens))
         step = self._forecast.num_steps
         if not tenant.line and self._backlogged and step > self._guest_step + 1:
             self._guest_step = step
