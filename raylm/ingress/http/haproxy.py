@@ -24,7 +24,7 @@ from raylm.stages import report
 # more than RayLM's limit, so that the ingress answers a request with too many headers
 _BUFSIZE = MAX_HEADER_BYTES * 3 // 2
 _HEAD_S = 10  # time limit of a request's head, after which HAProxy answers 408
-_KEPT_S = 10  # time limit of a connection without a request; OpenAI's clients reuse a connection for 5 s
+_KEPT_S = 20  # time limit of a connection without a request; clients reuse one for 5 s (httpx) or 15 s (aiohttp)
 _LAST_PLACES = 1024  # connections reserved for addresses that have few connections, such as probes
 _FEW = 8
 _CONNECT_S = 2  # time limit to connect to a replica; then HAProxy takes another replica

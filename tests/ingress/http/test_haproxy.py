@@ -31,6 +31,7 @@ Connect = Callable[..., Awaitable[list[Connection]]]
 pytestmark = pytest.mark.filterwarnings("ignore")  # Ray warns when its modules are imported
 
 BODY = b"x" * 400
+OWN = "RayLM's own"
 
 
 class Replica:
@@ -99,7 +100,7 @@ async def haproxy(
 ) -> AsyncIterator[Any]:
     """Ray's object that runs HAProxy: below /up a replica, below /down none.
 
-    A parameter is its environment, and limits that are not a second.
+    A parameter is its environment, and limits that are not a second; OWN is RayLM's limit.
     """
     from ray.serve._private import haproxy as of_ray
     from ray.serve._private.haproxy import BackendConfig, HAProxyApi, HAProxyConfig, ServerConfig
@@ -110,7 +111,8 @@ async def haproxy(
     monkeypatch.setattr(of_ray, "HAPROXY_CONFIG_TEMPLATE", of_ray.HAPROXY_CONFIG_TEMPLATE)  # as it was, afterwards
     given = getattr(request, "param", {})
     for name in ("_HEAD_S", "_READER_S", "_KEPT_S"):
-        monkeypatch.setattr(f"raylm.ingress.http.haproxy.{name}", given.get(name, 1))
+        if given.get(name) is not OWN:
+            monkeypatch.setattr(f"raylm.ingress.http.haproxy.{name}", given.get(name, 1))
     for name, value in given.items():
         monkeypatch.setenv(name, str(value))
     server = ServerConfig("replica", "127.0.0.1", replica.port)
@@ -170,6 +172,19 @@ async def test_it_sees_a_client_hang_up_that_waits_for_an_answer(haproxy: Any, r
     writer.close()
     async with asyncio.timeout(300):
         await replica.left.wait()
+
+
+@pytest.mark.long
+@pytest.mark.parametrize("haproxy", [{"_KEPT_S": OWN}], indirect=True)
+async def test_a_connection_stays_open_for_as_long_as_aiohttp_uses_it_again(haproxy: Any) -> None:
+    """An answer, 15 s without a request, and an answer on the same connection."""
+    reader, writer = await asyncio.open_connection("127.0.0.1", haproxy.cfg.http_options.port)
+    for pause_s in (15.5, 0):
+        writer.write(b"GET /up/health HTTP/1.1\r\nHost: raylm\r\n\r\n")
+        assert b" 503 " in await reader.readuntil(b"\r\n\r\n")
+        assert await reader.readexactly(len(b'{"error":{}}'))
+        await asyncio.sleep(pause_s)
+    writer.close()
 
 
 async def test_a_replica_that_goes_without_a_word_is_noticed_by_tcp(haproxy: Any, replica: Replica) -> None:
