@@ -75,15 +75,20 @@ def test_sessions_of_agents_share_no_block(tmp_path: Path) -> None:
     assert found[3]["arrival"] > 0, "sessions begin one after another"
 
 
-def test_subagents_are_turns_of_their_session_and_their_time_is_no_thought(tmp_path: Path) -> None:
+@pytest.mark.parametrize(("duration_ms", "think_s"), [(20_000, 8), (None, 28)])
+def test_subagents_are_turns_of_their_session_and_their_time_is_no_thought(
+    tmp_path: Path, duration_ms: int | None, think_s: int
+) -> None:
+    """Without a duration the agent did not wait for the subagent."""
+
     def one(at: float, think_s: float) -> dict[str, Any]:
         return {"type": "n", "t": at, "in": 100, "out": 5, "hash_ids": [1], "api_time": 2.0, "think_time": think_s}
 
-    inner = {"type": "subagent", "t": 3.0, "duration_ms": 20_000, "requests": [one(0.0, 0.0), one(9.0, 7.0)]}
+    inner = {"type": "subagent", "t": 3.0, "duration_ms": duration_ms, "requests": [one(0.0, 0.0), one(9.0, 7.0)]}
     file = tmp_path / "one.json"
     file.write_text(json.dumps({"id": "a", "block_size": 64, "requests": [one(0.0, 0.0), inner, one(30.0, 28.0)]}))
     found = converted("agents", file)
-    assert [(line["arrival"], line["think_s"]) for line in found] == [(0, 0), (3, 0), (12, 7), (30, 8)]
+    assert [(line["arrival"], line["think_s"]) for line in found] == [(0, 0), (3, 0), (12, 7), (30, think_s)]
 
 
 def test_servegen_draws_the_rate_and_the_burstiness_of_the_client() -> None:

@@ -36,7 +36,8 @@ class _AgentRow(TraceRecord):
 class _Subagent(TraceRecord):
     type: Literal["subagent"]
     t: float = Field(ge=0, allow_inf_nan=False)
-    duration_ms: float = Field(0.0, ge=0, allow_inf_nan=False)
+    duration_ms: float | None = Field(None, ge=0, allow_inf_nan=False)
+    """Null for a subagent that the agent does not wait for."""
     requests: list[_AgentRow]
 
 
@@ -102,6 +103,6 @@ def _turns(session: _Session) -> Iterator[tuple[float, float, _AgentRow]]:
             before, latest = at + request.api_time, max(latest, at)
             yield latest, think_s, request
         if isinstance(one, _Subagent):
-            worked_s += one.duration_ms / 1000
+            worked_s += (one.duration_ms or 0.0) / 1000
         else:
             worked_s, ended = 0.0, before
