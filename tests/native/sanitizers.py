@@ -56,7 +56,7 @@ def address(*options: str) -> int:
             "PATH": f"{folder}:{os.environ['PATH']}",
             "XDG_CACHE_HOME": str(cache),
             "LD_PRELOAD": f"{runtime('libasan.so')}:{runtime('libubsan.so')}",
-            "ASAN_OPTIONS": "detect_leaks=0:abort_on_error=1",
+            "ASAN_OPTIONS": "detect_leaks=0:abort_on_error=1:allocator_may_return_null=1",
             "UBSAN_OPTIONS": "print_stacktrace=1",
         }
         names = f"not {SAME} and not {LONGEST} and not hundreds"

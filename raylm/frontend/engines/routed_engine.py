@@ -19,7 +19,7 @@ from raylm.messages import BlockChanges, EngineCoreOutputs, EngineCoreRequest, E
 _NEXT_WEIGHT = 1.0  # of a second that delays later requests; cached prefixes elsewhere are not computed again
 _DECODE_TOKENS = 8  # prompt tokens that cost about as much as one sequence there until the first token
 _LEAN = 0.5  # of its own seconds, for the most distant engine; doubled if requests have no engine to share
-_RISK = 2.0  # for each second that an engine may be busy without a report: some requests do not wait, others wait long
+_RISK = 2.0  # for each second that an engine may be busy unheard, while a report is new: some requests wait long
 _GUESS_STEP_S, _GUESS_TOKEN_S = 0.01, 1e-4  # until an engine has reported its speed
 _SERVICE_WEIGHT = 1 / 8  # weight of the newest request in the mean duration
 
@@ -220,7 +220,7 @@ class RoutedEngine:
             if self.open and not self.starting:
                 wait_s += others.heard_s(now, step_s + token_s * stats.running)
             else:
-                wait_s += (1.0 + _RISK * apart) * others.unheard_s(doubt, token_s)
+                wait_s += (1.0 + _RISK * apart * (1.0 - doubt)) * others.unheard_s(doubt, token_s)
             there += others.sequences(now, self.service_s)
         if not is_named:
             wait_s += (1.0 - apart) * own_s

@@ -89,8 +89,9 @@ def cost_without(engine: RoutedEngine, now: float) -> float:
 
 
 def test_a_wait_that_is_only_expected_counts_for_more_than_its_mean() -> None:
-    """Unless ingresses meet on an engine, which they do whatever is expected there."""
+    """Unless the report says nothing any more, or ingresses meet on an engine, whatever is expected there."""
     engine = RoutedEngine(client=None)  # type: ignore[arg-type]
+    half = 1 / 32  # the age, in seconds, at which a report has half of its weight
     engine.on_outputs(EngineCoreOutputs(*([], [], [], [], [], [], []), EngineStats(others=OtherClients(0, 1))), 0.0)
 
     def wait_s(meeting: float, now: float = 9.0) -> float:
@@ -99,8 +100,9 @@ def test_a_wait_that_is_only_expected_counts_for_more_than_its_mean() -> None:
         engine.others.usual_tokens = 500.0  # 50 ms
         return engine.predicted_s(1000, now=now, **SPEED, meeting=meeting, is_named=True) - idle
 
-    assert wait_s(meeting=0.0) > 2 * 0.05
-    assert wait_s(meeting=1.0) == pytest.approx(0.05)
+    assert wait_s(meeting=0.0, now=half) == pytest.approx(2 * 0.05 / 2)
+    assert wait_s(meeting=1.0, now=half) == pytest.approx(1.5 * 0.05 / 2)
+    assert wait_s(meeting=0.0) == wait_s(meeting=1.0) == pytest.approx(0.05)
     assert wait_s(meeting=0.0, now=0.0) == pytest.approx(0.0), "it has just been told"
 
 
