@@ -26,8 +26,8 @@ _MULTIPLIER_1 = 0xBF58476D1CE4E5B9 - 2**64
 _MULTIPLIER_2 = 0x94D049BB133111EB - 2**64
 
 _CHUNK = 4096  # logits of one program that finds the largest
+_TRUNCATED = 2048  # logits of one program that truncates
 _GROUPS = 4  # groups of one program of the first race
-_ROWS_AT_ONCE = 32  # bounds temporary memory: several 64-bit numbers for each token of the vocabulary
 _DIGITS = ((21, 11), (10, 11), (0, 10))  # (shift, bits) of the 32 bits of a float32, highest first
 _UNIT = 2.0**40  # weights are multiplied by this and summed as integers: 2^18 of them stay below 2^63
 _ALL = 2**62
@@ -97,11 +97,22 @@ class DeviceSampler:
         """Of float32 ``logits`` (rows, vocab_size)."""
         return Peaks(*logits.max(dim=1))
 
+    rows_at_once = 32  # bounds temporary memory: several 64-bit numbers for each token of the vocabulary
+
     def draw(self, logits: Tensor, peaks: Peaks, columns: SamplingColumns) -> Tensor:
         """Draw the next tokens (rows,) int64 from float32 ``logits`` (rows, vocab_size); greedy at temperature 0."""
-        pieces = slices(len(logits), _ROWS_AT_ONCE)
+        pieces = slices(len(logits), self.rows_at_once)
         found = [(logits[part], Peaks(peaks.values[part], peaks.tokens[part]), columns.take(part)) for part in pieces]
-        return torch.cat([self._race(*piece, _kept_weights(piece[0], piece[1], piece[2])) for piece in found])
+        return torch.cat([self._race(*piece, self.kept_weights(*piece)) for piece in found])
+
+    def kept_weights(self, logits: Tensor, peaks: Peaks, columns: SamplingColumns) -> Tensor | None:
+        """The weights, 0 for tokens that min_p, top_k or top_p drop; None if no row uses these."""
+        if not (columns.by_min_p or columns.by_top_k or columns.by_top_p):
+            return None
+        return self._truncate(logits, peaks, columns)
+
+    def _truncate(self, logits: Tensor, peaks: Peaks, columns: SamplingColumns) -> Tensor:
+        return truncate(logits, _weights(logits, peaks, columns), columns)
 
     def _race(self, logits: Tensor, peaks: Peaks, columns: SamplingColumns, kept: Tensor | None) -> Tensor:
         greedy, temperature, peak = columns.temperature == 0, _heat(columns), peaks.values[:, None]
@@ -120,13 +131,18 @@ class DeviceSampler:
 
 
 class TritonSampler(DeviceSampler):
-    """With four launches (``sampling_kernels``): two read all logits, two merge the results."""
+    """With four launches (``sampling_kernels``): two read all logits, two merge the results.
+
+    Truncation (``truncation_kernels``) takes one launch for min-p, eight more for top-k, and nine more for top-p.
+    """
+
+    rows_at_once = 256  # a 32-bit weight for each token of the vocabulary
 
     def compile_all(self, vocab_size: int, device: torch.device) -> None:
         logits = torch.zeros(1, vocab_size, device=device)
         peaks, floats = self.peaks(logits), torch.zeros(1, dtype=torch.float64, device=device)
-        columns = SamplingColumns(floats, floats, floats, peaks.tokens, peaks.tokens, False, False, False)
-        for kept in (None, logits):
+        columns = SamplingColumns(floats, floats, floats, peaks.tokens, peaks.tokens, True, True, True)
+        for kept in (None, self._truncate(logits, peaks, columns)):
             self._race(logits, peaks, columns, kept)
 
     def peaks(self, logits: Tensor) -> Peaks:
@@ -143,6 +159,28 @@ class TritonSampler(DeviceSampler):
             values, places, found.values, found.tokens, chunks, vocab_size, WIDTH=width, num_warps=1
         )
         return found
+
+    def _truncate(self, logits: Tensor, peaks: Peaks, columns: SamplingColumns) -> Tensor:
+        from raylm.worker.gpu import truncation_kernels as kernels
+
+        (rows, vocab_size), chunks = logits.shape, -(-logits.shape[1] // _TRUNCATED)
+        state = logits.new_zeros(2, rows, kernels.LEVELS, kernels.SLOTS, dtype=torch.int64)
+        equals = logits.new_zeros(rows, chunks, dtype=torch.int32)
+        kept = logits.new_empty(rows, vocab_size)
+        limits = columns.min_p.contiguous(), columns.top_k.contiguous(), columns.top_p.contiguous()
+        values, sizes, grid = (
+            (logits, peaks.values, columns.temperature.contiguous()),
+            (logits.stride(0), vocab_size),
+            (rows, chunks),
+        )
+        for by_mass in [False] * columns.by_top_k + [True] * columns.by_top_p:
+            for level in range(kernels.LEVELS):
+                kernels.sum_digits[grid](*values, *limits, *state, level, *sizes, BY_MASS=by_mass, CHUNK=_TRUNCATED)
+        if columns.by_top_p:
+            kernels.count_equal[grid](logits, limits[2], state[1], equals, *sizes, CHUNK=_TRUNCATED)
+        width = 1 << (chunks - 1).bit_length()
+        kernels.keep_tokens[grid](*values, *limits, *state, equals, kept, *sizes, CHUNK=_TRUNCATED, WIDTH=width)
+        return kept
 
     def _race(self, logits: Tensor, peaks: Peaks, columns: SamplingColumns, kept: Tensor | None) -> Tensor:
         from raylm.worker.gpu import sampling_kernels
@@ -176,13 +214,6 @@ def _heat(columns: SamplingColumns) -> Tensor:
 def _weights(logits: Tensor, peaks: Peaks, columns: SamplingColumns) -> Tensor:
     """Unnormalized probabilities (rows, vocab_size); the largest is 1."""
     return logits.sub(peaks.values[:, None]).mul_(1 / _heat(columns).float()).exp_()
-
-
-def _kept_weights(logits: Tensor, peaks: Peaks, columns: SamplingColumns) -> Tensor | None:
-    """The weights, 0 for tokens that min_p, top_k or top_p drop; None if no row uses these."""
-    if not (columns.by_min_p or columns.by_top_k or columns.by_top_p):
-        return None
-    return truncate(logits, _weights(logits, peaks, columns), columns)
 
 
 def nth_output(states: Tensor, index: Tensor) -> Tensor:

@@ -6,6 +6,7 @@ A process of its own, for xformers asks whether there is triton when it is impor
 from __future__ import annotations
 
 from dataclasses import replace
+from itertools import product
 from pathlib import Path
 from typing import Any
 
@@ -239,10 +240,11 @@ def test_after_the_start_no_draw_compiles() -> None:
         for count in (1, 2, 16, 33, most):
             logits = torch.randn(count, 128256, generator=generator)
             floats, integers = torch.ones(3, count, dtype=torch.float64), torch.ones(2, count, dtype=torch.int64)
-            for truncated in (False, True):
-                columns = SamplingColumns(*floats, *integers, truncated, False, False)
+            for truncated in product((False, True), repeat=3):
+                columns = SamplingColumns(*floats, *integers, *truncated)
                 TritonSampler().draw(logits, TritonSampler().peaks(logits), columns)
-    assert {name for name, _ in found} == {"find_peaks", "merge_peaks", "race_groups", "race_tokens"}
+    kernels = {"find_peaks", "merge_peaks", "sum_digits", "count_equal", "keep_tokens", "race_groups", "race_tokens"}
+    assert {name for name, _ in found} == kernels
     assert found <= at_start
 
 
