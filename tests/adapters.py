@@ -1,4 +1,4 @@
-"""Makes LoRA adapters with peft, and generates with them as transformers and peft do."""
+"""Makes LoRA adapters with peft, and generates reference tokens with transformers and peft."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ def make_adapter(checkpoint: Path, path: Path, *, seed: int = 0, scale: float = 
 
 
 def peft_tokens(checkpoint: Path, adapter: Path | None, prompts: Sequence[list[int]], count: int) -> list[list[int]]:
-    """The greedy continuations of each prompt, alone, in float32."""
+    """The greedy continuation of each prompt, computed alone in float32."""
     model: Any = _base(checkpoint)
     if adapter is not None:
         with quiet():
@@ -49,7 +49,7 @@ def peft_tokens(checkpoint: Path, adapter: Path | None, prompts: Sequence[list[i
 
 @contextmanager
 def quiet() -> Iterator[None]:
-    """What peft warns of is between it and transformers: names that will change, and a base that no hub has."""
+    """Silence peft's warnings about transformers: names that will change, and a base model that is on no hub."""
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
         yield

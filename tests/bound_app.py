@@ -1,4 +1,4 @@
-"""An application that has a model of its own, which is no application by itself."""
+"""A Serve application that contains a model. The model is not an application of its own."""
 
 from __future__ import annotations
 

@@ -48,9 +48,9 @@ def make_checkpoint(
     tokenizer: bool = True,
     **overrides: Any,
 ) -> Path:
-    """Write a checkpoint of ``family`` to ``path`` and return it; ``overrides`` go to its configuration.
+    """Write a checkpoint of ``family`` to ``path`` and return it. ``overrides`` change its configuration.
 
-    Weights and biases and norms are drawn anew, so that none of them is a neutral 0 or 1.
+    All weights, biases and norms are random, so that none of them is a neutral 0 or 1.
     """
     config_name, model_name = FAMILIES[family]
     sizes: dict[str, Any] = {**SIZES, "bos_token_id": BOS, "eos_token_id": EOS, "tie_word_embeddings": False}
@@ -76,7 +76,7 @@ def _randomize(model: torch.nn.Module, seed: int) -> None:
 
 
 def make_tokenizer(vocab_size: int) -> PreTrainedTokenizerFast:
-    """A byte-level BPE of at most ``vocab_size`` tokens, with a chat template; id 0 begins, id 1 ends a text."""
+    """A byte-level BPE of at most ``vocab_size`` tokens, with a chat template. Id 0 begins a text, id 1 ends it."""
     inner = Tokenizer(models.BPE())
     inner.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
     inner.decoder = decoders.ByteLevel()

@@ -1,4 +1,4 @@
-"""A headless Chromium driven by its own DevTools protocol; it needs the distribution's package and nothing else."""
+"""A headless Chromium, driven by its DevTools protocol. It needs only the distribution's package."""
 
 from __future__ import annotations
 
@@ -25,11 +25,11 @@ WAIT_S = 300
 
 
 class Page:
-    """One tab. ``faults`` are what its console has of errors, and scripts and styles that its policy refused."""
+    """One tab. ``faults`` are the errors on its console, and the scripts and styles that its policy refused."""
 
     def __init__(self, socket: aiohttp.ClientWebSocketResponse) -> None:
         self.faults: list[str] = []
-        self.asked: list[str] = []  # addresses of all requests
+        self.asked: list[str] = []  # addresses of all requests that the page made
         self._socket = socket
         self._numbers = itertools.count(1)
         self._answers: dict[int, asyncio.Future[dict[str, Any]]] = {}
@@ -67,7 +67,7 @@ class Page:
             self.asked.append(params["request"]["url"])
 
     async def call(self, method: str, **params: Any) -> dict[str, Any]:
-        """One command of the protocol."""
+        """Send one command of the protocol, and return its result."""
         number = next(self._numbers)
         self._answers[number] = asyncio.get_running_loop().create_future()
         message = {"id": number, "method": method, "params": params}
@@ -83,7 +83,7 @@ class Page:
         await self.until("document.readyState === 'complete'")
 
     async def run(self, script: str) -> Any:
-        """The value of an expression in the page, awaited if it is a promise."""
+        """The value of an expression in the page. A promise is awaited."""
         answer = await self.call("Runtime.evaluate", expression=script, awaitPromise=True, returnByValue=True)
         assert "exceptionDetails" not in answer, answer["exceptionDetails"]
         return answer["result"].get("value")
@@ -96,7 +96,7 @@ class Page:
         return value
 
     async def _value(self, script: str) -> Any:
-        with suppress(AssertionError):  # what it looks at is not there yet
+        with suppress(AssertionError):  # the element is not there yet
             return await self.run(script)
 
     async def click(self, selector: str) -> None:
@@ -112,7 +112,7 @@ class Page:
         await self.call("Input.insertText", text=text)
 
     async def picture(self, path: Path) -> None:
-        """A PNG of what is seen."""
+        """Write the visible page to a PNG file."""
         answer = await self.call("Page.captureScreenshot", format="png")
         await asyncio.to_thread(path.write_bytes, base64.b64decode(answer["data"]))
 
@@ -123,8 +123,8 @@ class Page:
 
 @asynccontextmanager
 async def chromium(width: int = 1280, height: int = 800) -> AsyncIterator[Page]:
-    """A browser with one empty page; it ends with the block."""
-    assert CHROMIUM is not None, "there is no Chromium: install the distribution's package"
+    """A browser with one empty page. It ends with the block."""
+    assert CHROMIUM is not None, "Chromium is not installed: install the distribution's package"
     with tempfile.TemporaryDirectory(ignore_cleanup_errors=True) as profile:
         process = await asyncio.create_subprocess_exec(
             CHROMIUM, *_OPTIONS, f"--user-data-dir={profile}", "about:blank",

@@ -21,13 +21,13 @@ ROOT = Path(__file__).parents[1]
 FOLDER = ROOT / "docs" / "pictures"
 MOST_BYTES = 100_000
 WIDTH = 104
-_FONTS = re.compile(r"@font-face \{.*?\}\s*", re.DOTALL)  # would be fetched from elsewhere
+_FONTS = re.compile(r"@font-face \{.*?\}\s*", re.DOTALL)  # the browser would fetch these fonts from another site
 _OTHER_THAN_COLOUR = re.compile(r"\x1b\[\??[0-9;]*[A-Za-ln-z]|\x1b\][^\x07]*\x07|\x07")
 LIMIT_S = 300
 
 
 def shown(words: list[str], *entered: tuple[str, str], status: int = 0) -> str:
-    """What a command writes on a terminal; each of ``entered`` is (what it waits for, what is typed then)."""
+    """The output of a command on a terminal. Each of ``entered`` is (text to wait for, text to type then)."""
     screen, theirs = pty.openpty()
     environ = os.environ | {"TERM": "xterm-256color", "COLUMNS": str(WIDTH), "COLORTERM": "truecolor"}
     process = subprocess.Popen(
@@ -52,7 +52,7 @@ def shown(words: list[str], *entered: tuple[str, str], status: int = 0) -> str:
 
 
 def save(name: str, command: str, text: str) -> None:
-    """One picture: the command as it is typed, and what it wrote."""
+    """Write one picture: the command line and its output."""
     console = Console(record=True, width=WIDTH, file=io.StringIO(), force_terminal=True, color_system="truecolor")
     console.print(Text(f"$ {command}", style="bold"))
     console.print(Text.from_ansi(text.rstrip()))
@@ -72,7 +72,7 @@ def main() -> None:
         save("chat", "raylm chat", chat.replace(url, "http://127.0.0.1:8000"))
         words = ["--rate", "2,8", "--requests", "40", "--prefix-tokens", "256", "--prefixes", "4"]
         save("bench", " ".join(["raylm bench", *words]), shown(["bench", url, *words]))
-        found = shown(["doctor", "--port", url.rpartition(":")[2]], status=1)  # which somebody has, this process
+        found = shown(["doctor", "--port", url.rpartition(":")[2]], status=1)  # this process holds the port
         for ours, shorter in ((str(ROOT), "/srv"), (sys.prefix, "/srv/.venv"), (url.rpartition(":")[2], "8000")):
             found = found.replace(ours, shorter)
         save("doctor", "raylm doctor", found)

@@ -6,13 +6,14 @@ import os
 import shutil
 import tempfile
 
-STATE = tempfile.mkdtemp(prefix="raylm-state-")  # where servers of the tests keep responses
+STATE = tempfile.mkdtemp(prefix="raylm-state-")  # the servers of the tests store responses here
 
 
-# Torch's threads then sleep while they wait, as in RayLM's workers. Threads that spin take the cores from the processes
-# of the other tests: 32 answers of transformers took 105 s in place of 9 s. OpenMP reads it when torch is imported.
+# With PASSIVE, torch's threads sleep while they wait, as in RayLM's workers. Spinning threads take the cores from the
+# processes of other tests: 32 answers of transformers took 105 s instead of 9 s. OpenMP reads the variable when torch
+# is imported.
 os.environ["OMP_WAIT_POLICY"] = "PASSIVE"
-# Ray runs workers at nice 15. They would wait for the processes of the other tests.
+# Ray runs workers at nice 15. Then they would wait for the processes of other tests.
 os.environ.update({"RAY_worker_niceness": "0"})
 
 

@@ -1,4 +1,4 @@
-"""``make pictures``: what /console shows of a busy embedded model, as PNG files below docs/pictures/."""
+"""``make pictures``: /console of a busy embedded model, as PNG files below docs/pictures/."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ TEMPLATE = "Here is a long text. " * 12
 
 
 async def one(api: httpx.AsyncClient, luck: random.Random, number: int) -> None:
-    """A request of the load, some of which begin alike, some with a form, some long."""
+    """Send a random request of the load. Some share a prefix, some have a structured output, some are long."""
     question = luck.choice(QUESTIONS)
     body = {
         "messages": [
@@ -53,7 +53,7 @@ async def view(page: Page, url: str, name: str, ready: str) -> None:
 
 
 async def main() -> None:
-    # A pool that is small enough for some to lose their blocks.
+    # The pool is so small that some sequences are preempted.
     config = {"cache": {"num_blocks": 88}, "scheduler": {"max_num_seqs": 12}, "max_model_len": 640}
     with EmbeddedServer(**config) as url:
         async with httpx.AsyncClient(base_url=url, timeout=300) as api, chromium(1280, 860) as page:

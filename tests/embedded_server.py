@@ -1,4 +1,4 @@
-"""The embedded model behind HTTP in this process: the same app, front end, core and worker, without Ray."""
+"""The embedded model behind HTTP in this process: the real app, front end, core and worker, without Ray."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from tests.ingress.harness import served
 
 
 class EmbeddedServer:
-    """A context: its value is the URL. Everything lives on a thread, so that clients of any kind can call it."""
+    """A context manager whose value is the URL. The server runs in a thread, so any kind of client can call it."""
 
     def __init__(self, **config: Any) -> None:
         fields = {"dtype": "float32", "cache": {"num_blocks": 2048}, "engine": {"executor": "local", "threads": 2}}

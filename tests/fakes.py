@@ -1,8 +1,8 @@
-"""Fakes: a model whose next token is a function of the whole sequence, and a worker that keeps its KV as text.
+"""Fakes: a model whose next token is a function of the whole sequence, and a worker whose KV cache is Python objects.
 
-The worker stores, for every slot of every KV block, which token was written there at which position after which
-prefix, and draws its next token from what it *reads back* through the block table. A wrong table, a block given up
-too early or a false prefix hit therefore gives a wrong answer, as it would with real attention.
+For every slot of every KV block, the worker stores the token, its position and its prefix. It draws the next token from
+the entries that it *reads* through the block table. So a wrong table, a block that is freed too early or a false prefix
+hit gives a wrong answer, as with real attention.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ Entry = tuple[int, int, int]
 
 @dataclass(frozen=True)
 class FakeModel:
-    """Token ids from 0 to vocab_size - 1, of which ``eos_token_id`` comes about every ``eos_period`` tokens."""
+    """Token ids from 0 to vocab_size - 1. About one token in ``eos_period`` is ``eos_token_id``."""
 
     vocab_size: int = 50
     eos_token_id: int = 0
@@ -38,7 +38,7 @@ class FakeModel:
         return 1 + hash((fold, position, seed)) % (self.vocab_size - 1)
 
     def continuation(self, prompt: list[int], seed: int, count: int, adapter: str = "") -> list[int]:
-        """The first ``count`` tokens after a prompt, EOS or not: the reference that knows of no blocks and no batch."""
+        """The first ``count`` tokens after a prompt, including EOS. This reference has no blocks and no batches."""
         fold, tokens = begin(adapter), list(prompt)
         for position in range(len(prompt) + count - 1):
             fold = read(fold, write(fold, tokens[position], position))
@@ -48,7 +48,7 @@ class FakeModel:
 
 
 def begin(adapter: str) -> int:
-    """What the fold of a sequence begins with, by the path of its adapter: every KV entry depends on it."""
+    """The initial fold of a sequence, from the path of its adapter. Every KV entry depends on it."""
     return hash(adapter) if adapter else 0
 
 
@@ -64,7 +64,7 @@ def read(fold: int, entry: Entry) -> int:
 
 @dataclass
 class Row:
-    """What the worker holds of one sequence."""
+    """The worker's state of one sequence."""
 
     new: NewSequence
     tokens: list[int]
@@ -75,12 +75,12 @@ class Row:
 
 @dataclass
 class FakeWorker:
-    """A worker without a model: checks every plan as a real one would have to rely on it, and runs it at once.
+    """A worker without a model. It checks every plan as a real worker relies on it, and runs the plan at once.
 
-    ``poison`` makes a sequence that contains it fail, as if its logits were not finite. With ``speculative_tokens`` it
-    guesses up to so many tokens of a sequence that decodes, as many of them right as ``luck`` has it. One with a
-    grammar has no guesses, and defers its draw with the probability ``lateness``. When a step is planned, the results
-    of at most ``unseen_steps`` are unknown.
+    A sequence that contains the token ``poison`` fails, as if its logits were not finite. With ``speculative_tokens``
+    the worker drafts up to that many tokens of a decoding sequence; ``luck`` decides how many are right. A sequence
+    with a grammar has no drafts, and defers its draw with the probability ``lateness``. When a step is planned, the
+    results of at most ``unseen_steps`` steps are unknown.
     """
 
     num_blocks: int = 64
@@ -104,7 +104,7 @@ class FakeWorker:
 
     @classmethod
     def from_config(cls, config: Config) -> FakeWorker:
-        """As LocalExecutor creates its worker."""
+        """Create the worker as LocalExecutor does."""
         return cls(
             num_blocks=config.cache.num_blocks or 64,
             block_size=config.cache.block_size or 16,
@@ -115,7 +115,7 @@ class FakeWorker:
         )
 
     def start(self) -> WorkerInfo:
-        """What a worker would have found out."""
+        """The information that a real worker finds out at start."""
         return WorkerInfo(
             num_blocks=self.num_blocks,
             block_size=self.block_size,
@@ -130,31 +130,31 @@ class FakeWorker:
         )
 
     def open_link(self, node_id: str) -> None:
-        """As a Ray actor it takes steps as Ray's calls alone, as from another node."""
+        """Does nothing: as a Ray actor, this worker takes steps only as Ray calls, like a worker on another node."""
 
     def prepare_grammar(self, grammar: str) -> None:
-        """Note that it was compiled; one that begins with "bad" is refused."""
+        """Record that ``grammar`` was compiled. Refuse a grammar that begins with "bad"."""
         if grammar.startswith("bad"):
             raise InvalidRequestError("The grammar cannot be compiled.", param="structured_outputs")
         self.grammars.append(grammar)
 
     def load_adapter(self, adapter: int, path: str) -> str:
-        """Take it in; a path that begins with "bad" is refused. Its content is its path."""
+        """Load an adapter. Refuse a path that begins with "bad". The digest of its content is the path."""
         if path.startswith("bad"):
             raise InvalidRequestError(f"The adapter {path!r} cannot be served.", param="lora_path")
-        assert adapter not in self.adapters, "a number is given twice"
+        assert adapter not in self.adapters, "an adapter number is used twice"
         self.adapters[adapter] = path
         return path
 
     def unload_adapter(self, adapter: int) -> None:
-        """Let go of it; a step that uses it later fails."""
+        """Forget an adapter. A later step that uses it fails."""
         del self.adapters[adapter]
 
     def shutdown(self) -> None:
-        """Nothing to let go of."""
+        """Nothing to free."""
 
     def execute(self, plan: SchedulerOutput) -> ModelRunnerOutput:
-        """Run one step: rows freed, rows added, tables extended, tokens computed and drawn."""
+        """Run one step: remove rows, add rows, extend block tables, compute and draw tokens."""
         assert plan.step == self.last_step + 1, f"step {plan.step} after {self.last_step}"
         self.last_step = plan.step
         self._check_columns(plan)
@@ -162,7 +162,7 @@ class FakeWorker:
             del self.rows[seq_id]
         for new in plan.new:
             assert new.seq_id not in self.rows, f"sequence {new.seq_id} has a row already"
-            assert new.seq_id in plan.seq_ids, "a new sequence must be scheduled"
+            assert new.seq_id in plan.seq_ids, "a new sequence must be scheduled in the same step"
             self.rows[new.seq_id] = Row(new, list(new.token_ids), list(new.block_ids))
         assert len(self.rows) <= self.max_num_seqs, f"{len(self.rows)} rows"
         self._extend_tables(plan)
@@ -182,7 +182,7 @@ class FakeWorker:
     def _extend_tables(self, plan: SchedulerOutput) -> None:
         start, new = 0, {new.seq_id for new in plan.new}
         for seq_id, count in zip(plan.seq_ids, plan.new_block_counts, strict=True):
-            assert count == 0 or seq_id not in new, "a new sequence brings its whole table"
+            assert count == 0 or seq_id not in new, "a new sequence comes with its whole block table"
             self.rows[seq_id].block_ids += plan.new_block_ids[start : start + count]
             start += count
 
@@ -191,13 +191,13 @@ class FakeWorker:
         drafted = 0
         columns = zip(plan.seq_ids, plan.num_computed, plan.num_scheduled, plan.samples, strict=True)
         joined = {new.seq_id: place for place, new in enumerate(plan.new)}
-        # A new sequence may read what a row before it in ``plan.new``, or one that is not new, writes in this step.
+        # A new sequence may read blocks that rows before it in ``plan.new``, or older rows, write in this step.
         for seq_id, computed, count, samples in sorted(columns, key=lambda row: joined.get(row[0], -1)):
             row = self.rows[seq_id]
             if (self.speculative_tokens or self.lateness) and samples and count == 1:
                 computed = self._where_it_is(row, computed)
             if len(row.tokens) == row.new.limit:
-                assert self.speculative_tokens, "a token behind the limit"
+                assert self.speculative_tokens, "a token beyond the limit"
                 continue
             end = computed + count
             assert samples == (end == len(row.tokens)), f"sequence {seq_id}: {end} of {len(row.tokens)}, {samples=}"
@@ -209,7 +209,7 @@ class FakeWorker:
             self.tokens_computed += count
             if self.poison in row.tokens:
                 result.failed.append((seq_id, "logits are not finite"))
-                row.tokens += [self.poison or 0] * samples  # the next step is in flight and counts on a token
+                row.tokens += [self.poison or 0] * samples  # the next step is in flight and expects a token
                 continue
             late = samples and row.new.grammar is not None and self.luck.random() < self.lateness
             tells = row.new.params.prompt_logprobs is not None and not row.deferred
@@ -229,7 +229,7 @@ class FakeWorker:
         return replace(result, logprobs=logprobs, drafted_tokens=drafted)
 
     def _where_it_is(self, row: Row, computed: int) -> int:
-        """The tokens really computed of a sequence that decodes; the plan may not have seen some steps of it."""
+        """The number of tokens computed of a decoding sequence. The plan may not know the results of some steps."""
         here = len(row.tokens) - 1
         most, least = (
             4 * self.speculative_tokens,
@@ -239,7 +239,7 @@ class FakeWorker:
         return here
 
     def _guesses(self, row: Row, tokens: int) -> int:
-        """How many tokens to guess: as many as its blocks, its limit and the step hold, and luck has it."""
+        """The number of drafts: random, within the sequence's blocks, its limit and the token budget of the step."""
         known = len(row.tokens)
         room = min(
             self.speculative_tokens,
@@ -250,7 +250,7 @@ class FakeWorker:
         return self.luck.randint(0, room) if room > 0 else 0
 
     def _verify(self, row: Row, fold: int, guesses: int) -> list[int]:
-        """Draw after ``fold``, then after each right guess; what is written behind a wrong one is rubbish."""
+        """Draw after ``fold``, then after each right draft. Entries written behind a wrong draft are invalid."""
         right, position = self.luck.randint(0, guesses), len(row.tokens)
         drawn = [self.model.next_token(fold, row.new.seed, position)]
         for guess in range(guesses):
@@ -274,8 +274,8 @@ class FakeWorker:
             _append_logprobs(result.logprobs, token, row.new.params)
 
     def _forward(self, row: Row, computed: int, end: int) -> int:
-        """Read what was computed, write what is new; returns the fold over everything."""
-        assert end <= len(row.tokens), "a token is computed that nobody knows"
+        """Read the computed entries, write the new ones. Returns the fold over all entries."""
+        assert end <= len(row.tokens), "an unknown token is computed"
         longest = min(self.max_model_len, row.new.num_prompt_tokens + (row.new.params.max_tokens or self.max_model_len))
         assert end < longest + (row.new.pooling is not None), (
             f"{end} of at most {longest} tokens, the last is never computed"
@@ -293,7 +293,7 @@ class FakeWorker:
 
 
 def _append_logprobs(logprobs: Logprobs, token: int, params: SamplingParams) -> None:
-    """The token itself with -token, then ``params.logprobs`` others: a value that shows which token it belongs to."""
+    """Append the token itself with logprob -token, then ``params.logprobs`` others. The value shows the token."""
     count = 0 if params.logprobs is None else 1 + params.logprobs
     logprobs.counts.append(count)
     logprobs.token_ids.extend([token, *range(1000, 1000 + count - 1)][:count])
@@ -302,7 +302,7 @@ def _append_logprobs(logprobs: Logprobs, token: int, params: SamplingParams) -> 
 
 
 def _prompt_logprobs(row: Row, computed: int, end: int) -> Logprobs:
-    """Entries for the prompt positions computed: the first token of all has none."""
+    """Entries for the computed prompt positions. The first token of the prompt has none."""
     whole = Logprobs([], [], [], [])
     for position in range(computed, min(end, row.new.num_prompt_tokens)):
         empty = SamplingParams(logprobs=row.new.params.prompt_logprobs if position else None)
@@ -311,9 +311,10 @@ def _prompt_logprobs(row: Row, computed: int, end: int) -> Logprobs:
 
 
 class FakeExecutor(ModelExecutor):
-    """Runs a FakeWorker in place; a step's result is there ``delay_s`` seconds after the one before it.
+    """Runs a FakeWorker in this process. The result of a step comes ``delay_s`` seconds after the result before it.
 
-    ``die`` loses the worker: every step in flight and every later one fails. ``die_at_step`` does so by itself.
+    ``die`` loses the worker: every step in flight and every later step fails. At step ``die_at_step`` the worker dies
+    by itself.
     """
 
     def __init__(self, worker: FakeWorker | None = None, delay_s: float = 0.0, die_at_step: int | None = None) -> None:
@@ -331,7 +332,7 @@ class FakeExecutor(ModelExecutor):
         return self.worker.start()
 
     def execute(self, plan: SchedulerOutput) -> Awaitable[ModelRunnerOutput]:
-        """Run the step now, and give its result later."""
+        """Run the step now, and return its result later."""
         if plan.step == self._die_at_step:
             self.die()
         self._in_flight += 1
@@ -340,17 +341,17 @@ class FakeExecutor(ModelExecutor):
         return asyncio.ensure_future(self._give(result))
 
     async def prepare_grammar(self, grammar: str) -> None:
-        """Compile it after a moment, in which others get their turn."""
+        """Compile the grammar after a delay, in which other tasks can run."""
         await asyncio.sleep(self._delay_s)
         self.worker.prepare_grammar(grammar)
 
     async def load_adapter(self, adapter: int, path: str) -> str:
-        """Load it after a moment, in which others get their turn."""
+        """Load the adapter after a delay, in which other tasks can run."""
         await asyncio.sleep(self._delay_s)
         return self.worker.load_adapter(adapter, path)
 
     async def unload_adapter(self, adapter: int) -> None:
-        """Let go of it now."""
+        """Unload the adapter immediately."""
         self.worker.unload_adapter(adapter)
 
     def die(self) -> None:
@@ -358,7 +359,7 @@ class FakeExecutor(ModelExecutor):
         self._dead = True
 
     async def shutdown(self) -> None:
-        """Note that it was asked for."""
+        """Record the call."""
         self.shut_down = True
 
     async def _give(self, result: ModelRunnerOutput | None) -> ModelRunnerOutput:

@@ -1,4 +1,4 @@
-"""fp8 (e4m3) by a search over all of its values."""
+"""Rounding to fp8 (e4m3) by a search over all its values."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ FP8 = torch.float8_e4m3fn
 
 
 def nearest(x: Tensor) -> Tensor:
-    """The nearest values of e4m3, in float64; halves go to the even one, what lies beyond to the last one."""
+    """The nearest values of e4m3, in float64. Ties go to the even value, larger values to the largest one."""
     values = torch.arange(256, dtype=torch.uint8).view(FP8).double()
     grid = values[values.isfinite()].unique()
     mantissas = grid.to(FP8).view(torch.uint8) & 1

@@ -1,4 +1,4 @@
-"""Writes checkpoints of the tests as GGUF files, by the writer of the ``gguf`` package."""
+"""Writes the tests' checkpoints as GGUF files, with the writer of the ``gguf`` package."""
 
 from __future__ import annotations
 
@@ -48,10 +48,11 @@ def make_gguf(
     pre: str = "gpt-2",
     parts: int = 1,
 ) -> Path:
-    """Write the safetensors ``checkpoint`` to ``target``, with its matrices in ``kind``; return the (first) file.
+    """Write the safetensors ``checkpoint`` to ``target`` with matrices of type ``kind``. Returns the (first) file.
 
-    ``kinds`` gives other kinds by the ends of GGUF names; ``replaced`` has stored bytes and their kind. ``change`` adds
-    to what is written. Norms are in F32, as llama.cpp writes them. The rows of q and k of Llama have llama.cpp's order.
+    ``kinds`` gives other types by the suffix of a GGUF name. ``replaced`` maps names to stored bytes and their type.
+    ``change`` can add to the file. Norms are in F32, and the rows of q and k of Llama have the order of llama.cpp, as
+    llama.cpp writes them.
     """
     config = json.loads((checkpoint / "config.json").read_text())
     weights: dict[str, np.ndarray[Any, Any]] = {}
@@ -130,7 +131,7 @@ def _renamed(name: str, architecture: str) -> str:
 def _ordered(
     name: str, values: np.ndarray[Any, Any], config: dict[str, Any], architecture: str
 ) -> np.ndarray[Any, Any]:
-    """As llama.cpp's converter has the values: q and k of Llama by pairs of a rotation, Gemma's norms one larger."""
+    """The values as llama.cpp's converter writes them: q and k of Llama in rotary pairs, Gemma's norms plus one."""
     heads = {"q_proj": config["num_attention_heads"], "k_proj": config["num_key_value_heads"]}
     module = name.split(".")[-2]
     if architecture == "llama" and module in heads:

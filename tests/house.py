@@ -1,6 +1,6 @@
-"""The rules of the code, read from the source: imports between folders, circles, annotations, and long functions.
+"""The rules of the code, checked in the source: layers of imports, import circles, annotations, and long functions.
 
-Run as a command it prints the figures of size as a report, and exits with 1 when a rule is broken.
+As a command it prints the size figures as a report, and exits with 1 if a rule is broken.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 ROOT = Path(__file__).parent.parent / "raylm"
-ROOMS = ["native", "models", "worker", "engine", "frontend", "ingress"]  # from the ground up; app and cli lie above
+ROOMS = ["native", "models", "worker", "engine", "frontend", "ingress"]  # from the lowest up; app and cli are above
 FLOOR = {
     "config", "params", "messages", "errors", "metrics", "checkpoint", "step_cost", "grammar", "lazy", "stages",
     "logprob_columns", "round_robin", "fork_server", "grammar_server", "template_server", "finite_schema", "gguf",
@@ -25,7 +25,7 @@ PURE_CORE = {f"engine/{name}.py" for name in (
     "engine_core", "scheduler", "queues/base", "queues/fair", "sequence", "kv_cache_manager", "block_pool", "outbox",
     "step_plan", "step_budget", "snapshot", "adapter_table", "client_loads", "block_hashes", "timelines/observer",
 )}  # fmt: skip
-ONLY_IN = {  # package -> prefixes of the files that may import it
+ONLY_IN = {  # package -> path prefixes of the files that may import it
     "torch": ("worker/", "models/", "native/"),
     "xformers": ("worker/gpu/",),
     "triton": ("models/gpu/", "worker/gpu/"),
@@ -34,8 +34,8 @@ ONLY_IN = {  # package -> prefixes of the files that may import it
     "starlette": ("ingress/",),
     "ray": ("app.py", "handles.py", "ray_private.py", "cli/", "engine/", "frontend/", "ingress/"),
 }
-# What there is beside the core, by the beginnings of its paths. The core is the rest: engine, AsyncLLM with text,
-# ModelRunner with sampling, the decoder of the Llama families, chat and plain completions.
+# The parts besides the core, by path prefixes. All other files are the core: engine, AsyncLLM with text, ModelRunner
+# with sampling, the decoder of the Llama families, chat and plain completions.
 BESIDE_THE_CORE = {
     "command line": ("cli/", "client/", "worker/forecast.py"),
     "bench": ("bench/",),
@@ -82,7 +82,7 @@ BESIDE_THE_CORE = {
 
 @dataclass
 class Figures:
-    """What was counted over the source; every pair is (count, where)."""
+    """The figures counted in the source. Each pair is (count, place)."""
 
     functions: list[tuple[int, str]] = field(default_factory=list)
     files: list[tuple[int, str]] = field(default_factory=list)
@@ -103,13 +103,13 @@ def imports(tree: ast.AST) -> Iterator[str]:
 
 
 def room_of(file: str) -> str | None:
-    """The room a file lies in, None for the floor and for what stands above all rooms."""
+    """The room that contains a file. None for the floor and for modules above all rooms."""
     head = file.split("/")[0]
     return head if head in ROOMS else None
 
 
 def layer_faults(file: str, source: str) -> list[str]:
-    """What ``file`` (relative to raylm/) imports against the rules."""
+    """The imports of ``file`` (relative to raylm/) that break the rules."""
     faults = []
     for module in dict.fromkeys(imports(ast.parse(source))):
         package, *rest = module.split(".")
@@ -136,7 +136,7 @@ def _inner_faults(file: str, target: list[str]) -> list[str]:
 
 
 def circles(sources: dict[str, str]) -> list[str]:
-    """The circles of imports among ``sources`` (module name to text), one for each edge that would have to go."""
+    """The import circles among ``sources`` (module name to text), one for each edge that would have to be removed."""
     graph = {name: set(_modules_imported(source, sources)) - {name} for name, source in sources.items()}
     found = []
     while True:
@@ -151,7 +151,7 @@ def circles(sources: dict[str, str]) -> list[str]:
 
 
 def _modules_imported(source: str, known: Container[str]) -> Iterator[str]:
-    """Of the ``known`` modules those that a source imports; a package only where something of its own is taken."""
+    """The ``known`` modules that a source imports. A package counts only if a name of its ``__init__`` is imported."""
     for node in ast.walk(ast.parse(source)):
         if isinstance(node, ast.Import):
             yield from (alias.name for alias in node.names if alias.name in known)
@@ -162,7 +162,7 @@ def _modules_imported(source: str, known: Container[str]) -> Iterator[str]:
 
 
 def all_circles() -> list[str]:
-    """The circles of imports in raylm/, counting those that only the type checker follows."""
+    """The import circles in raylm/, including imports for type checking."""
     sources = {}
     for path in ROOT.rglob("*.py"):
         parts = path.relative_to(ROOT.parent).with_suffix("").parts
@@ -171,7 +171,7 @@ def all_circles() -> list[str]:
 
 
 def depth(node: ast.AST, level: int = 0) -> int:
-    """How deep blocks are nested in a function; an elif is no deeper than its if."""
+    """The depth of nested blocks in a function. An elif is no deeper than its if."""
     deepest = level
     for child in ast.iter_child_nodes(node):
         if isinstance(child, (ast.FunctionDef, ast.AsyncFunctionDef, ast.ClassDef)):
@@ -183,7 +183,7 @@ def depth(node: ast.AST, level: int = 0) -> int:
 
 
 def attributes(node: ast.ClassDef) -> set[str]:
-    """Names assigned on self anywhere in the class, and the fields that its body annotates (dataclass or pydantic)."""
+    """Names assigned on self anywhere in the class, and annotated fields of its body (dataclass or pydantic)."""
     assigned = {
         sub.attr
         for sub in ast.walk(node)
@@ -201,7 +201,7 @@ def attributes(node: ast.ClassDef) -> set[str]:
 
 
 def describes_a_body(file: str, node: ast.ClassDef) -> bool:
-    """Whether a class lists what an API takes: a body of HTTP, or the parameters that it comes down to."""
+    """Whether a class lists the fields of an API: an HTTP body, or the parameters made from it."""
     bases = {base.id for base in node.bases if isinstance(base, ast.Name)}
     return file == "params.py" or (
         file.startswith("ingress/") and any(name.endswith(("Body", "Request")) for name in bases)
@@ -233,7 +233,7 @@ def _measure_node(figures: Figures, file: str, node: ast.AST) -> None:
 
 
 def parts(files: list[tuple[int, str]]) -> Counter[str]:
-    """Lines of Python by part of the product; a file belongs to the first part that names it."""
+    """Lines of Python by part of the product. A file belongs to the first part with a matching prefix."""
     lines: Counter[str] = Counter()
     for count, name in files:
         owner = (part for part, prefixes in BESIDE_THE_CORE.items() if name.startswith(prefixes))
@@ -242,7 +242,7 @@ def parts(files: list[tuple[int, str]]) -> Counter[str]:
 
 
 def rows(figures: Figures) -> Iterator[tuple[str, str, str, bool]]:
-    """(what, measured, bound, holds) of every figure; figures of size are a report and have no bound."""
+    """(name, value, bound, whether it holds) of every figure. Size figures are only a report and have no bound."""
     sys.path.insert(0, str(ROOT.parent))
     from raylm.config import knobs
 

@@ -1,4 +1,4 @@
-"""A stand-in for any OpenAI-compatible server: words are its tokens, it keeps what it was asked, fails as told."""
+"""A stand-in for an OpenAI-compatible server: a word is a token, requests are recorded, faults happen on demand."""
 
 from __future__ import annotations
 
@@ -16,22 +16,18 @@ from starlette.routing import Route
 
 from tests.ingress.harness import served
 
-WARM_UP = 4  # requests that a load begins with
-OVERHEAD, PER_WORD = 5, 2  # tokens around a prompt's words, and of each
+WARM_UP = 4  # requests at the beginning of a load
+OVERHEAD, PER_WORD = 5, 2  # tokens around the words of a prompt, and tokens of a word
 CALL = {"index": 0, "id": "call-1", "type": "function", "function": {"name": "find", "arguments": ""}}
 
 
 class OpenAIServer:
-    """A context whose value is itself; its app runs on a thread. ``faults`` are used up, one a request:
+    """A context manager, whose value is the server. Its app runs in a thread. Each of ``faults`` affects one request:
 
-    a number    that status
-    'stream'    an error behind the first token
-    'cut'       the stream ends behind the first token
-    'short'     a token less than asked
-    'silent'    no usage
-    'json'      an event that is none
+    a number the answer has that status 'stream' an error event after the first token 'cut' the stream ends after the
+    first token 'short' one token less than requested 'silent' no usage 'json' an event that is not valid JSON
 
-    Streams behind those of the warm-up go on when ``open_first`` are open.
+    Streams after the warm-up continue when ``open_first`` streams are open.
     """
 
     def __init__(
@@ -92,7 +88,7 @@ class OpenAIServer:
             async for event in self._events(body, fault):
                 yield f"data: {event if isinstance(event, str) else json.dumps(event)}\n\n"
         except asyncio.CancelledError:
-            self.left += 1  # its client went away
+            self.left += 1  # the client went away
             raise
         finally:
             self.open -= 1

@@ -1,4 +1,4 @@
-"""A Postgres server of the distribution on a free port, with a new folder."""
+"""A Postgres server of the distribution, on a free port, with a new folder."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ _USER = "postgres"
 
 
 def programs() -> Path | None:
-    """The folder of the newest version's programs, None if it is not installed."""
+    """The folder with the programs of the newest version. None if Postgres is not installed."""
     found = sorted(Path("/usr/lib/postgresql").glob("*/bin/initdb"), key=lambda one: float(one.parts[-3]))
     if found:
         return found[-1].parent
@@ -26,15 +26,15 @@ def programs() -> Path | None:
 
 
 def lacking() -> str | None:
-    """Why no server can be started here, None if one can."""
+    """The reason why no server can start here. None if one can."""
     return "Postgres is not installed (apt-get install postgresql)" if programs() is None else None
 
 
 class Postgres:
-    """A server. It refuses to run as root, which runs it as the user of the distribution's package."""
+    """A server. Postgres refuses to run as root, so root runs it as the user of the distribution's package."""
 
     def __init__(self, host: str = "127.0.0.1", inside: Sequence[str] = ()) -> None:
-        """Start it at an address; ``inside`` is what a command begins with to have its network."""
+        """Start the server at an address. ``inside`` is the command prefix that enters its network."""
         found = programs()
         assert found is not None
         self._programs, self._inside = found, list(inside)
@@ -57,18 +57,18 @@ class Postgres:
         return f"postgresql://raylm@{self.host}:{self.port}/postgres"
 
     def start(self) -> None:
-        """Start it, and wait until it accepts connections."""
+        """Start the server, and wait until it accepts connections."""
         options = f"-h {self.host} -p {self.port} -k '' -F"
         log = str(self.folder / "log")
         self._run("pg_ctl", "start", "--wait", "-D", self._data, "-o", options, "-l", log)
 
     def stop(self) -> None:
-        """End it at once. Its clients see their connections closed."""
+        """Stop the server immediately. Its clients see closed connections."""
         with suppress(subprocess.CalledProcessError):
             self._run("pg_ctl", "stop", "--mode=immediate", "-D", self._data)
 
     def freeze(self, *, frozen: bool = True) -> None:
-        """Stop all its processes, or let them go on. Its machine still acknowledges packets."""
+        """Stop (SIGSTOP) or continue all its processes. The kernel still acknowledges packets."""
         first = int((self.folder / "data" / "postmaster.pid").read_text().split()[0])
         children = Path(f"/proc/{first}/task/{first}/children").read_text().split()
         for pid in (first, *map(int, children)):

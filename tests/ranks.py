@@ -1,4 +1,4 @@
-"""Ranks for tests: several in this process, one a thread, over gloo; or one by itself, whose sums stay partial."""
+"""Ranks for tests: several ranks in threads of this process over gloo, or one isolated rank with partial sums."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ _LOCK = Lock()
 
 
 class Apart(Ranks):
-    """One of ``size`` ranks that never hears of the others."""
+    """One of ``size`` ranks, without any connection to the others."""
 
     def __init__(self, rank: int, size: int) -> None:
         self.rank, self.world_size = rank, size
@@ -41,7 +41,7 @@ class Apart(Ranks):
 
 
 def one_at_a_time(work: Callable[P, T]) -> Callable[P, T]:
-    """``work`` for threads: the native kernels pack weights for one thread of a process, as there is only one."""
+    """``work`` with a lock. A worker process packs weights in one thread only, so the kernels do not support more."""
 
     @wraps(work)
     def locked(*args: P.args, **kwargs: P.kwargs) -> T:
@@ -52,7 +52,7 @@ def one_at_a_time(work: Callable[P, T]) -> Callable[P, T]:
 
 
 def on_all_ranks(size: int, work: Callable[[Ranks], T]) -> list[T]:
-    """What ``work`` gives on each of ``size`` ranks that run together."""
+    """The results of ``work`` on each of ``size`` ranks that run in parallel."""
     store = HashStore()
 
     def run(rank: int) -> T:

@@ -1,4 +1,4 @@
-"""The independent reference of whole answers: transformers' own generate, greedy, one prompt at a time, in float32."""
+"""The independent reference for whole answers: transformers' generate, greedy, one prompt at a time, in float32."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ def _model(path: Path) -> torch.nn.Module:
 
 
 def greedy(path: Path, prompts: list[list[int]], max_tokens: int) -> list[list[int]]:
-    """``max_tokens`` tokens for each prompt, whatever the model would end with."""
+    """Exactly ``max_tokens`` tokens for each prompt, also after an end token."""
     return [_greedy(path, tuple(prompt), max_tokens) for prompt in prompts]
 
 
@@ -33,7 +33,7 @@ def _greedy(path: Path, prompt: tuple[int, ...], max_tokens: int) -> list[int]:
 def random_prompts(
     count: int, vocab_size: int, *, longest: int = 60, shared: int = 0, seed: int = 0
 ) -> list[list[int]]:
-    """Prompts of 3 to ``longest`` ids above the special ones, the first ``shared`` of them common to all."""
+    """Prompts of 3 to ``longest`` random ids that are not special, behind a common prefix of ``shared`` ids."""
     rng = random.Random(seed)
     head = rng.choices(range(8, vocab_size), k=shared)
     return [head + rng.choices(range(8, vocab_size), k=rng.randint(3, longest)) for _ in range(count)]

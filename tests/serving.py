@@ -1,4 +1,4 @@
-"""A served model for end-to-end tests: `raylm serve` in a child, on a free port, with its processes known by name."""
+"""A served model for end-to-end tests: `raylm serve` in a child process, on a free port, with its processes by name."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ ARGS: dict[str, Any] = {"dtype": "float32", "cache": {"num_blocks": 2048}, "engi
 
 
 def free_port() -> int:
-    """A port that nobody listens on."""
+    """A port on which no process listens."""
     with socket.socket() as probe:
         probe.bind(("127.0.0.1", 0))
         port: int = probe.getsockname()[1]
@@ -34,7 +34,7 @@ def free_port() -> int:
 
 
 def serve_file(path: Path, port: int, args: dict[str, Any], *, haproxy: bool = True) -> Path:
-    """configs/llama.yaml with another port and other args, written to ``path``."""
+    """Write configs/llama.yaml with another port and other args to ``path``."""
     data = yaml.safe_load((ROOT / "configs" / "llama.yaml").read_text())
     data["http_options"]["port"] = port
     data["applications"][0]["args"] |= args
@@ -45,12 +45,12 @@ def serve_file(path: Path, port: int, args: dict[str, Any], *, haproxy: bool = T
 
 
 def chat(content: str, **fields: Any) -> dict[str, Any]:
-    """A chat request, greedy."""
+    """A greedy chat request."""
     return {"model": "embedded", "messages": [{"role": "user", "content": content}], "temperature": 0} | fields
 
 
 def text_of(line: str) -> str:
-    """What one line of a stream adds to the text."""
+    """The text in one line of a stream."""
     if not line.startswith("data: {"):
         return ""
     choices = json.loads(line[6:]).get("choices") or [{"delta": {}}]
@@ -58,7 +58,7 @@ def text_of(line: str) -> str:
 
 
 def websocket_upgrade(port: int, path: str) -> bytes:
-    """All that a server answers to an upgrade without a key, to the end of the connection or of a short answer."""
+    """The answer to a WebSocket upgrade without an API key, to the end of the connection or of a short answer."""
     key = "Sec-WebSocket-Version: 13\r\nSec-WebSocket-Key: dGhlIHNhbXBsZSBub25jZQ==\r\n"
     with socket.create_connection(("127.0.0.1", port), timeout=300) as client:
         client.sendall(
@@ -73,7 +73,7 @@ def websocket_upgrade(port: int, path: str) -> bytes:
 
 
 class Server:
-    """`raylm serve`; leaving the context ends all of it, whatever state it is in."""
+    """`raylm serve`. Leaving the context ends all its processes, in whatever state they are."""
 
     def __init__(
         self,
@@ -84,9 +84,9 @@ class Server:
         python: Path | None = None,
         **environment: str,
     ) -> None:
-        """``options`` are those of the command; without any there is no dashboard of Ray's.
+        """``options`` are those of the command. Without options, Ray's dashboard is off.
 
-        ``ready`` stands in what it writes once it is. ``python`` is another one, with a RayLM of its own.
+        The server is ready when its output contains ``ready``. ``python`` is another interpreter with its own RayLM.
         """
         options, self._ready = options or ("--no-dashboard",), ready
         self.port = port
@@ -99,13 +99,13 @@ class Server:
                 stdout=log,
                 stderr=subprocess.STDOUT,
                 stdin=subprocess.DEVNULL,
-                env=os.environ | {"XDG_STATE_HOME": str(path.parent)} | environment,  # where stored responses lie
+                env=os.environ | {"XDG_STATE_HOME": str(path.parent)} | environment,  # the folder of stored responses
             )
 
     def __enter__(self) -> Server:
         try:
             self.wait_until(lambda: self._ready in self.log.read_text(), "is not ready")
-        except BaseException:  # nobody leaves a context that was not entered
+        except BaseException:  # __exit__ does not run if __enter__ fails
             self.stop(signal.SIGTERM)
             raise
         self._session = self._child()
@@ -117,7 +117,7 @@ class Server:
         self.kill()
 
     def kill(self) -> None:
-        """kill -9 of everything at once: the command, Ray, and all that it has started."""
+        """Send SIGKILL to all processes at once: the command, Ray, and all their children."""
         self._launcher.kill()
         while members := session_members(self._session):
             for pid in members:
@@ -127,20 +127,20 @@ class Server:
         self._launcher.wait()
 
     def processes(self, name: str = "") -> list[int]:
-        """Ids of the server's processes, of all or of the actors of a class."""
+        """Process ids: all of the server's, or those of the actors of a class."""
         return [pid for pid in session_members(self._session) if title(pid).startswith(f"ray::{name}" if name else "")]
 
     def kill_actor(self, name: str, number: int = signal.SIGKILL) -> None:
-        """Send a signal to the one actor of a class."""
+        """Send a signal to the only actor of a class."""
         (pid,) = self.processes(name)
         os.kill(pid, number)
 
     def wait_ready(self) -> None:
-        """Wait until requests are served again."""
+        """Wait until the server answers /health with 200 again."""
         self.wait_until(lambda: httpx.get(f"{self.url}/health").status_code == 200, "does not come back")
 
     def stop(self, number: int) -> int:
-        """Send a signal to the launcher and wait for its end; its exit status."""
+        """Send a signal to the launcher, and wait for its end. Returns the exit status."""
         self._launcher.send_signal(number)
         return self._launcher.wait(timeout=300)
 
@@ -153,7 +153,7 @@ class Server:
         return pid
 
     def wait_until(self, condition: Callable[[], bool], complaint: str) -> None:
-        """Wait; fail with what the server wrote if it ends first, or the wait is long."""
+        """Wait for the condition. If the server ends before, or after a time limit, fail with the server's output."""
         deadline = time.monotonic() + START_LIMIT_S
         while not condition():
             if self._launcher.poll() is not None or time.monotonic() > deadline:

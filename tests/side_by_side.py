@@ -1,8 +1,8 @@
-"""Runs the tests in four processes at a time: ``python -m tests.side_by_side``.
+"""Runs the tests in four processes in parallel: ``python -m tests.side_by_side``.
 
-Tests that start Ray wait for most of their time, so they have a process of their own. The files of the other tests are
-dealt out to three processes. The first process prints its progress. The output of the others comes when they have
-ended. The exit status is that of the first process that failed.
+Tests that start Ray mostly wait, so they have one process. The files of the other tests are distributed over three
+processes. The first process prints its progress. The output of the others comes when they have ended. The exit status
+is that of the first process that failed.
 """
 
 from __future__ import annotations
@@ -14,11 +14,11 @@ from contextlib import ExitStack
 from pathlib import Path
 
 PYTEST = [sys.executable, "-m", "pytest", "--durations=25", "-m"]
-SHARES = 3  # of the tests without Ray
+SHARES = 3  # processes for the tests without Ray
 
 
 def arguments() -> list[list[str]]:
-    """The arguments of each pytest."""
+    """The pytest arguments of each process."""
     files = sorted(Path("tests").rglob("test_*.py"))
     shares = [["not ray and not long", *map(str, files[share::SHARES])] for share in range(SHARES)]
     with_ray = [str(file) for file in files if "mark.ray" in file.read_text()]

@@ -1,4 +1,7 @@
-"""``make software``: the programs of the distribution that tests drive. As root they are installed, else named."""
+"""``make software``: programs of the distribution that the tests need.
+
+Root installs them; other users get their names.
+"""
 
 from __future__ import annotations
 
@@ -7,22 +10,22 @@ import shutil
 import subprocess
 import sys
 
-PROGRAMS = {  # by Debian's package, the names that one of them may have
+PROGRAMS = {  # Debian package -> names of a program in it
     "chromium": ("chromium", "chromium-browser", "google-chrome"),
     "prometheus": ("prometheus",),
     "postgresql": ("pg_ctlcluster", "initdb"),
     "redis-server": ("redis-server",),
 }
-_NO_SERVICES = {"RUNLEVEL": "1", "DEBIAN_FRONTEND": "noninteractive"}  # only the program is wanted
+_NO_SERVICES = {"RUNLEVEL": "1", "DEBIAN_FRONTEND": "noninteractive"}  # do not start the service
 
 
 def missing() -> list[str]:
-    """Packages of which no program is found."""
+    """The packages without an installed program."""
     return [package for package, names in PROGRAMS.items() if not any(map(shutil.which, names))]
 
 
 def main() -> int:
-    """The exit status, 1 where something is missing in the end."""
+    """The exit status: 1 if a program is still missing at the end."""
     packages = missing()
     if packages and os.geteuid() == 0 and shutil.which("apt-get"):
         print(f"make: installing {', '.join(packages)}", flush=True)

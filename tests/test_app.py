@@ -1,4 +1,4 @@
-"""Which workers get a GPU, and what is refused where the cluster has too few."""
+"""The GPUs of each worker, and configurations that are refused because the cluster has too few GPUs."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ pytestmark = pytest.mark.filterwarnings("ignore")  # Ray Serve warns when it is 
 
 
 def gpus(monkeypatch: pytest.MonkeyPatch, nodes: list[int], device: str, ranks: int) -> int:
-    """What each worker gets in a cluster whose nodes have so many GPUs, the last of them dead."""
+    """The GPUs of each worker, in a cluster whose nodes have ``nodes[i]`` GPUs. One more node with 64 GPUs is dead."""
     from raylm import app
 
     found: list[dict[str, Any]] = [{"Alive": True, "Resources": {"GPU": float(n)} if n else {}} for n in nodes]

@@ -1,4 +1,4 @@
-"""build_app takes what a Serve file or a program gives it, and says in one line what is wrong."""
+"""build_app accepts arguments from a Serve file or from a program, and reports an error in one line."""
 
 from __future__ import annotations
 
@@ -52,7 +52,7 @@ def test_workers_that_fit_no_node_are_refused_by_name(monkeypatch: pytest.Monkey
     with pytest.raises(ConfigError, match=r"^engine.tensor_parallel_size: an engine of 4 workers \(engine.num_cpus"):
         app.build_app({"device": "cpu", "engine": engine})
     app.build_app({"device": "cpu", "engine": engine | {"tensor_parallel_size": 3}})
-    nodes[:2] = []  # none has joined yet
+    nodes[:2] = []  # no node with a GPU has joined yet
     app.build_app({"device": "cpu", "engine": engine})
 
 
@@ -100,7 +100,7 @@ def test_a_range_of_engines_is_serves_autoscaling_by_our_policy(monkeypatch: pyt
     assert (found.min_replicas, found.max_replicas, found.initial_replicas, found.downscale_delay_s) == (0, 3, 1, 7)
     assert found.policy.policy_kwargs == {"min": 0, "max": 3, "target_ttft_s": 1.5, "target_itl_s": 0.05}
     assert engine._deployment_config.max_surge_percent == 100
-    assert found.metrics_interval_s == 0.2, "who waits for the first engine waits for this too"
+    assert found.metrics_interval_s == 0.2, "a request that waits for the first engine waits for this interval too"
     built = app.build_app({"device": "cpu", "engine": {"replicas": replicas | {"min": 1}}})
     engine = built._bound_deployment.init_args[1]._bound_deployment
     assert engine._deployment_config.autoscaling_config.metrics_interval_s == 1

@@ -1,4 +1,4 @@
-"""A model that the hub does not give: the network, a gated and a misspelt one told apart, in one line each."""
+"""A model that the hub does not provide: network errors, gated models and misspelled names each get their own line."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from raylm.errors import ConfigError
 
 
 class Hub(BaseHTTPRequestHandler):
-    """Refuses as the real one does: by a status and X-Error-Code."""
+    """Refuses requests as the real hub does: with a status and X-Error-Code."""
 
     def do_GET(self) -> None:
         answers = {"gated": (403, "GatedRepo"), "old": (404, "RevisionNotFound"), "misspelt": (401, "RepoNotFound")}

@@ -1,4 +1,4 @@
-"""Knobs by their names: dotted, by the last part, and as vLLM calls them."""
+"""Names of knobs: dotted, the last part alone, and vLLM's names."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The configurations that are shipped are valid, name what they serve, and start Serve as llama.yaml does."""
+"""The configurations in configs/ are valid, name the model that they serve, and start Serve as llama.yaml does."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ FILES = sorted(CONFIGS.glob("*.yaml"))
 
 
 def read(file: Path) -> dict[str, Any]:
-    """The file as Serve reads it."""
+    """The file, parsed as Serve parses it."""
     return dict(yaml.safe_load(file.read_text()))
 
 
@@ -24,7 +24,7 @@ def test_there_are_some_for_gpus() -> None:
     assert {"llama.yaml", "llama-3.1-8b.yaml", "qwen3-0.6b.yaml"} <= {file.name for file in FILES}
 
 
-@pytest.mark.filterwarnings("ignore::DeprecationWarning")  # of pydantic, in Ray's schema
+@pytest.mark.filterwarnings("ignore::DeprecationWarning")  # from pydantic, in Ray's schema
 @pytest.mark.parametrize("file", FILES, ids=lambda file: file.name)
 def test_each_is_valid(file: Path) -> None:
     from ray.serve.schema import ServeDeploySchema
@@ -35,7 +35,7 @@ def test_each_is_valid(file: Path) -> None:
     assert application.import_path == "raylm:build_app"
     config = Config.model_validate(application.args)
     assert config.model
-    # A prompt of the longest length that a chunk takes leaves room for all sequences to decode beside it.
+    # While a prompt chunk of the longest allowed length is computed, all sequences can still decode.
     assert config.scheduler.max_num_batched_tokens >= config.scheduler.max_num_seqs
 
 

@@ -1,4 +1,4 @@
-"""deploy/*.yaml: what KubeRay's RayService takes, with a Serve configuration that starts Serve as configs/ do."""
+"""deploy/*.yaml are valid for KubeRay's RayService, and their Serve configuration starts Serve as configs/ do."""
 
 from __future__ import annotations
 
@@ -92,7 +92,7 @@ def test_the_head_asks_its_nodes_as_often_as_the_docs_say(service: dict[str, Any
     assert {name for name in given if name.removeprefix("RAY_").encode() not in server} == set()
 
 
-@pytest.mark.filterwarnings("ignore::DeprecationWarning")  # of pydantic, in Ray's schema
+@pytest.mark.filterwarnings("ignore::DeprecationWarning")  # from pydantic, in Ray's schema
 def test_its_serve_configuration_is_one(service: dict[str, Any], tmp_path: Path) -> None:
     from ray.serve.schema import ServeDeploySchema
 

@@ -1,4 +1,4 @@
-"""The documents name files that exist, and the licence of every package that RayLM asks for."""
+"""The documents name files that exist, and list the licence of every package that RayLM needs."""
 
 from __future__ import annotations
 
@@ -29,7 +29,10 @@ _LINK = re.compile(r"\]\((?!http)([^)#]+)")
 
 
 def exists(path: str, page: Path) -> bool:
-    """Whether a path in a page is one of the repository's; files may be named from raylm/ or from their folder."""
+    """Whether a path in a page exists in the repository.
+
+    Paths may be relative to raylm/ or to the file's own folder.
+    """
     if "*" in path or path in _MADE_UP:
         return True
     return any((start / path).exists() for start in (ROOT, page.parent)) or any(
@@ -70,7 +73,7 @@ def test_every_package_that_is_asked_for_has_its_licence_listed() -> None:
 
 
 def site(folder: Path) -> tuple[int, str]:
-    """Build the site of a copy of docs/ in ``folder``. Returns the exit status and what mkdocs says."""
+    """Build the site from a copy of docs/ in ``folder``. Returns the exit status and mkdocs' output."""
     tracked = subprocess.run(["git", "ls-files"], cwd=ROOT, capture_output=True, text=True, check=True).stdout
     for name in {Path(line).parts[0] for line in tracked.splitlines()} - {"docs", "mkdocs.yml"}:
         (folder / name).symlink_to(ROOT / name)
@@ -103,7 +106,7 @@ def test_a_broken_link_is_an_error(tmp_path: Path, link: str) -> None:
 
 
 def test_an_image_is_small_and_has_no_root() -> None:
-    """The rules that a linter of images would check; no image has been built from it in a test."""
+    """Check the rules of an image linter. No test builds an image from the file."""
     lines = re.sub(r"\\\n", " ", (ROOT / "deploy" / "Containerfile").read_text()).splitlines()
     steps = [line.split(maxsplit=1) for line in lines if line and not line.startswith("#")]
     stages = [at for at, (name, _) in enumerate(steps) if name == "FROM"]

@@ -1,4 +1,4 @@
-"""The shipped model: its size, tokenizer and template, and a handful of questions answered by transformers."""
+"""The embedded model: its size, tokenizer and template, and a few questions answered by transformers."""
 
 import json
 import random
@@ -44,7 +44,7 @@ def model() -> Any:
 
 @pytest.fixture
 def generator(monkeypatch: pytest.MonkeyPatch) -> Any:
-    """The module that writes the training conversations; the imports of the scripts are undone afterwards."""
+    """The module that writes the training conversations. Afterwards its imports are removed."""
     before = set(sys.modules)
     monkeypatch.syspath_prepend(ROOT / "examples" / "embedded_model")
     import conversation

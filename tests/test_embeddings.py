@@ -1,4 +1,4 @@
-"""Vectors of prompts against transformers' own hidden states, through the engine: chunks, batches, cached prefixes."""
+"""Vectors of prompts equal transformers' hidden states, pooled: in chunks, in batches, with cached prefixes."""
 
 from __future__ import annotations
 
@@ -58,13 +58,13 @@ def reference(hidden: np.ndarray, params: PoolingParams) -> np.ndarray:
 def test_vectors_are_those_of_transformers(llm, states, way, normalize, dimensions) -> None:  # type: ignore[no-untyped-def]
     params = PoolingParams(pooling=way, normalize=normalize, dimensions=dimensions)
     prompts = [*random_prompts(12, 320, longest=80, shared=40), [7]]
-    for _ in range(2):  # the second time the prefixes are cached
+    for _ in range(2):  # in the second round the prefixes are cached
         for prompt, vector in zip(prompts, llm.embed(prompts, params, progress=False), strict=True):
             np.testing.assert_allclose(np.asarray(vector), reference(states(prompt), params), atol=2e-5, rtol=1e-4)
 
 
 def test_vectors_and_tokens_share_a_batch(llm: LLM, states) -> None:  # type: ignore[no-untyped-def]
-    """Preemptions included: the pool is small."""
+    """The pool is small, so sequences are preempted too."""
     prompts = random_prompts(10, 320, longest=60, seed=3)
     sampling, params = SamplingParams(max_tokens=40, temperature=0, ignore_eos=True), PoolingParams(pooling="mean")
     alone = [result.token_ids for result in llm.generate(prompts, sampling, progress=False)]

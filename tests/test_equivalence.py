@@ -1,4 +1,4 @@
-"""Greedy tokens through HTTP equal transformers' generate, however the engine batches, preempts, chunks or reuses."""
+"""Greedy tokens over HTTP equal transformers' generate, with batches, preemptions, chunks and cached prefixes."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ def model_path(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPath
 
 @asynccontextmanager
 async def server(path: Path, cache: dict[str, Any], scheduler: dict[str, Any]) -> AsyncIterator[httpx.AsyncClient]:
-    """The HTTP app over an AsyncLLM and an engine in this process."""
+    """The HTTP app with an AsyncLLM and an engine in this process."""
     config = Config(
         model=str(path),
         served_model_name=MODEL,
@@ -79,7 +79,7 @@ async def complete(client: httpx.AsyncClient, prompt: list[int]) -> tuple[list[i
 
 
 async def metric(client: httpx.AsyncClient, name: str) -> float:
-    """One value of /metrics."""
+    """The sum of the series of one metric in /metrics."""
     lines = (await client.get("/metrics")).text.splitlines()
     return sum(float(line.rsplit(" ", 1)[1]) for line in lines if line.startswith(name + "{"))
 

@@ -1,4 +1,4 @@
-"""has_finite_value, against values that jsonschema finds to fit, and schemas of which every value contains itself."""
+"""has_finite_value against values that jsonschema accepts, and schemas whose every value would contain itself."""
 
 from __future__ import annotations
 

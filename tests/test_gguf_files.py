@@ -1,4 +1,4 @@
-"""What GGUF files say: sizes, texts into tokens, and what is refused."""
+"""The content of GGUF files: sizes, tokenizers, and files that are refused."""
 
 from __future__ import annotations
 
@@ -69,7 +69,7 @@ def encoder(file: Path) -> Tokenizer:
 
 
 def texts(count: int = 300) -> list[str]:
-    """Random texts of pieces that splits, merges and added tokens treat differently."""
+    """Random texts made of pieces that pre-tokenizers, merges and added tokens treat differently."""
     draw = random.Random(0)
     pieces = [
         " ", "  ", "\n", "\n\n", "\t", "1", "12", "3456", "²", "½", "don't", "I'LL", "wörld", "日本語", "🙂", "e\u0301",
@@ -121,7 +121,7 @@ def test_a_vocabulary_is_split_as_its_file_says(source: Path, tmp_path: Path, na
 
 
 def sentencepiece(writer: GGUFWriter) -> None:
-    """In place of a byte-level vocabulary: bytes, characters, and merged pieces with scores."""
+    """Write a SentencePiece vocabulary, not a byte-level one: bytes, characters, and merged pieces with scores."""
     tokens = ["<unk>", "<s>", "</s>", *(f"<0x{byte:02X}>" for byte in range(256)), *PIECES, OWN]
     types = [TokenType.UNKNOWN, *[TokenType.CONTROL] * 2, *[TokenType.BYTE] * 256, *[TokenType.NORMAL] * len(PIECES)]
     types.append(TokenType.USER_DEFINED)
@@ -152,23 +152,23 @@ PIECES = [
 ]
 
 
-OWN = "   "  # a token of the user, which is found whole: Gemma's vocabulary has such ones
+OWN = "   "  # a user-defined token, which is matched as a whole; Gemma's vocabulary has such tokens
 
 
 def score(place: int) -> float:
-    """Of a piece; in another order than their ids."""
+    """The score of a piece. The order of the scores differs from the order of the ids."""
     return -float(place * 5 % len(PIECES))
 
 
 def pieces_of(text: str) -> list[int]:
-    """The tokens of the texts before, between and behind the user's own tokens."""
+    """The tokens of the user-defined tokens in a text, and of the text around them."""
     before, own, rest = text.partition(OWN)
     found = _pieces_of(before) if before else []
     return [*found, 259 + len(PIECES), *pieces_of(rest)] if own else found
 
 
 def _pieces_of(text: str) -> list[int]:
-    """SentencePiece's BPE by its definition: merge the neighbours of the highest score, the left ones first."""
+    """SentencePiece's BPE by its definition: merge the neighbours with the highest score, the leftmost first."""
     ids = {piece: 259 + place for place, piece in enumerate(PIECES)}
     parts = list("▁" + text.replace(" ", "▁"))
     while True:
@@ -192,7 +192,7 @@ def test_sentencepieces_scores_give_its_merges(source: Path, tmp_path: Path) -> 
             for _ in range(draw.randrange(1, 30))
         )
         assert ours.encode(text).ids == [1, *pieces_of(text)], text
-        if OWN not in text:  # behind it a space is added, as in front of the text
+        if OWN not in text:  # a space is added after such a token, as at the start of the text
             assert ours.decode(ours.encode(text).ids) == text
 
 
@@ -284,10 +284,10 @@ def test_what_is_no_gguf_file_is_refused(file: Path, tmp_path: Path) -> None:
 
 
 def test_a_list_that_is_longer_than_the_file_is_refused_at_once(file: Path, tmp_path: Path) -> None:
-    """The package's own reader would go on to the end of such a list, and take memory for each entry."""
+    """The gguf package's own reader would read to the end of such a list, and allocate memory for each entry."""
     content = file.read_bytes()
     for key in (b"tokenizer.ggml.token_type", b"tokenizer.ggml.tokens"):
-        place = content.index(key) + len(key) + 8  # behind the types of the list and of its entries
+        place = content.index(key) + len(key) + 8  # after the type of the list and the type of its entries
         huge = tmp_path / "huge.gguf"
         huge.write_bytes(content[:place] + (2**40).to_bytes(8, "little") + content[place + 8 :])
         with pytest.raises(ConfigError, match="is not a readable GGUF file"):

@@ -1,4 +1,4 @@
-"""The Helm chart: it makes the RayServices of deploy/*.yaml, and names wrong values."""
+"""The Helm chart creates the RayServices of deploy/*.yaml, and reports wrong values by name."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from tests.test_deploy import faults
 ROOT = Path(__file__).parent.parent
 CHART = ROOT / "deploy" / "helm"
 GPU = CHART / "values-gpu.yaml"
-HELM = Path(sys.executable).with_name("helm")  # of the package helm-binary
+HELM = Path(sys.executable).with_name("helm")  # from the package helm-binary
 pytestmark = pytest.mark.skipif(not HELM.exists(), reason="no helm: helm-binary has none for this platform")
 
 
@@ -38,7 +38,7 @@ def values(tmp_path: Path, **given: Any) -> tuple[str, Path]:
 
 
 def read(service: dict[str, Any]) -> dict[str, Any]:
-    """A service without labels, with its configuration of Serve as objects."""
+    """The service without labels, with its Serve configuration parsed."""
     service["metadata"].pop("labels", None)
     service["spec"]["serveConfigV2"] = yaml.safe_load(service["spec"]["serveConfigV2"])
     return service

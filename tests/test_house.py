@@ -1,4 +1,4 @@
-"""The rules of the house hold, and the checks that say so can fail."""
+"""The rules of tests/house.py hold, and its checks can fail."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""LLM: the whole engine in this process, on a small random checkpoint and on the embedded model."""
+"""LLM: the whole engine in this process, with a small random checkpoint and with the embedded model."""
 
 from __future__ import annotations
 
@@ -41,7 +41,7 @@ def llm(path: Path) -> Iterator[LLM]:
 
 
 def reference(path: Path, prompt: list[int], count: int) -> list[int]:
-    """Greedy tokens by transformers, without a cache."""
+    """Greedy tokens from transformers, without a cache."""
     from transformers import AutoModelForCausalLM
 
     model = AutoModelForCausalLM.from_pretrained(path)
@@ -73,7 +73,7 @@ def test_params_for_each_prompt_and_n(llm: LLM) -> None:
     first, second = llm.generate(["one", "two"], params, progress=False)
     assert [c.index for c in first.completions] == [0, 1, 2]
     assert [len(c.token_ids) for c in first.completions] == [3, 3, 3]
-    assert len({tuple(c.token_ids) for c in first.completions}) > 1, "three sequences drew the same"
+    assert len({tuple(c.token_ids) for c in first.completions}) > 1, "all three sequences are equal"
     for completion in first.completions:
         assert [entry.token_id for entry in completion.logprobs or []] == completion.token_ids
     assert len(second.token_ids) == 8
@@ -103,7 +103,7 @@ def test_parameters_by_keyword_are_those_of_params(llm: LLM, path: Path) -> None
 
 
 def test_keywords_leave_the_rest_to_the_checkpoint(tmp_path: Path) -> None:
-    """Its generation_config.json asks for the likeliest token: then any temperature draws as greedy does."""
+    """Its generation_config.json sets top_k 1. So any temperature draws the most likely token."""
     make_checkpoint(tmp_path)
     file = tmp_path / "generation_config.json"
     file.write_text(json.dumps({**json.loads(file.read_text() if file.exists() else "{}"), "top_k": 1}))
@@ -166,7 +166,7 @@ def test_what_is_no_conversation_is_refused(llm: LLM, messages: Any) -> None:
 def test_vectors_are_arrays_of_ones_own(llm: LLM) -> None:
     first, second = llm.embed(["one", [5, 6, 7]], progress=False)
     assert (first.dtype, first.shape) == (np.float32, (64,))
-    first += second  # it may be written to
+    first += second  # the array is writable
     (short,) = llm.embed([5, 6, 7], dimensions=8, normalize=False)
     (whole,) = llm.embed([5, 6, 7], PoolingParams(normalize=False))
     np.testing.assert_array_equal(short, whole[:8])
@@ -244,7 +244,7 @@ async def test_works_where_a_loop_already_runs(llm: LLM) -> None:
 
 @pytest.fixture
 def ctrl_c() -> Iterator[None]:
-    """Ctrl-C raises here, also where the tests run as a background job, which ignores it."""
+    """Make SIGINT raise KeyboardInterrupt. If the tests run as a background job, SIGINT is ignored otherwise."""
     before = signal.signal(signal.SIGINT, signal.default_int_handler)
     yield
     signal.signal(signal.SIGINT, before)
@@ -265,7 +265,7 @@ def test_ctrl_c_aborts_and_leaves_the_engine_fit(llm: LLM, capsys: pytest.Captur
         llm.generate(["one two three"] * 200, long)
     shown = capsys.readouterr().err
     assert "/200" in shown
-    assert shown.endswith("\n"), "the bar's line had not ended when the interrupt surfaced"
+    assert shown.endswith("\n"), "the progress bar's line must end before the interrupt is raised"
     assert not llm._engine.async_llm._router.num_prompts
     interrupting.join()
     (result,) = llm.generate("one", GREEDY, progress=False)
@@ -284,7 +284,7 @@ def test_closing(path: Path) -> None:
 
 
 def test_what_cannot_start_leaves_nothing_behind(path: Path, tmp_path: Path) -> None:
-    before = set(threading.enumerate())  # of which some may be ending
+    before = set(threading.enumerate())  # some of these may be ending
     with pytest.raises(ConfigError):
         LLM(str(tmp_path), **SMALL)
     with pytest.raises(ConfigError, match="only 'local' is possible"):

@@ -1,4 +1,4 @@
-"""requirements.lock holds an exact version, with hashes, of every package that serving asks for."""
+"""requirements.lock has an exact version, with hashes, of every package that serving needs."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ def test_each_line_has_hashes_and_no_place_to_fetch_from() -> None:
 
 
 def test_what_locked_packages_ask_for_is_locked_too() -> None:
-    """Of those that are installed in their locked version: all of them where CI has installed them from the lock."""
+    """Checks the packages that are installed in their locked version. In CI these are all packages of the lock."""
     waiting = [(asked.name, extra) for asked in ASKED if asked.name != "torch" for extra in ("", *asked.extras)]
     seen = set(waiting)
     while waiting:
@@ -50,4 +50,4 @@ def test_what_locked_packages_ask_for_is_locked_too() -> None:
             new = {(asked.name, further) for further in ("", *asked.extras)} - seen
             seen |= new
             waiting += new
-    assert len(seen) > 2 * len(ASKED), "hardly any package is installed in its locked version"
+    assert len(seen) > 2 * len(ASKED), "too few packages are installed in their locked version"

@@ -1,4 +1,4 @@
-"""LoRA adapters end to end: the tokens of transformers and peft, adapters mixed in one batch, and what is refused."""
+"""LoRA adapters end to end: the tokens of transformers and peft, mixed adapters in a batch, and refused adapters."""
 
 from __future__ import annotations
 
@@ -73,7 +73,7 @@ def test_what_one_step_mixes_changes_nothing(llm: LLM, expected: list[list[int]]
 @pytest.mark.parametrize(
     "options",
     [
-        {"scheduler": {"max_num_batched_tokens": 64, "max_num_seqs": 4}},  # long prompts in chunks, sequences queue
+        {"scheduler": {"max_num_batched_tokens": 64, "max_num_seqs": 4}},  # prompts in chunks, a queue
         pytest.param({"scheduler": {"speculative_tokens": 4}}),
         pytest.param({"quantization": "int8"}),
     ],
@@ -111,7 +111,10 @@ LONG = list(range(20, 84))  # four blocks
 
 
 def shared_prompt(llm: LLM) -> list[tuple[str | None, list[int], int]]:
-    """The same prompt under each adapter, twice: who asked, the tokens, and how many of the prompt were cached."""
+    """Send the same prompt with each adapter, twice.
+
+    Returns (adapter, tokens, cached prompt tokens) of each request.
+    """
     found = []
     for name in [None, "all", "mlp"] * 2:
         (result,) = llm.generate([LONG], GREEDY, adapters=name, progress=False)
@@ -155,14 +158,14 @@ def test_an_adapter_loaded_under_a_name_that_was_free_again_shares_nothing(cold:
 
 
 def rewrite(path: Path, **changes: Any) -> Path:
-    """An adapter with a changed adapter_config.json."""
+    """Change values in an adapter's adapter_config.json."""
     file = path / "adapter_config.json"
     file.write_text(json.dumps(json.loads(file.read_text()) | changes))
     return path
 
 
 def as_pipe(file: Path) -> None:
-    """Opening it would wait for ever."""
+    """Replace a file by a pipe, so that opening it would block forever."""
     file.unlink()
     os.mkfifo(file)
 
@@ -206,7 +209,7 @@ def test_what_is_not_served_is_refused_by_name(llm: LLM, checkpoint: Path, root:
 def test_files_that_are_replaced_while_they_are_read_are_refused(
     llm: LLM, checkpoint: Path, root: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """A training run saves its next checkpoint: else the old weights would have the digest of the new ones."""
+    """A training run saves its next checkpoint. Otherwise the old weights would get the digest of the new ones."""
     moving, newer = (make_adapter(checkpoint, root / name, seed=seed) for name, seed in (("moving", 5), ("newer", 6)))
 
     def read_pairs(file: Path, shapes: Any) -> Any:

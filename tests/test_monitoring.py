@@ -1,4 +1,4 @@
-"""deploy/monitoring: its files are what boards.py makes and ask only for what /metrics has; promtool tries alerts."""
+"""deploy/monitoring: files match boards.py and query only series in /metrics; promtool tests the alerts."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ _KEPT = re.compile(r"\bby \(([^)]*)\)")
 
 
 def queries() -> list[tuple[str, str]]:
-    """(where, PromQL) of every query in the files, as Grafana and Prometheus read them."""
+    """(place, PromQL) of every query in the files, with the same syntax as Grafana and Prometheus use."""
     found = []
     for path in sorted(FOLDER.glob("*.json")):
         for panel in json.loads(path.read_text())["panels"]:
@@ -42,12 +42,12 @@ def queries() -> list[tuple[str, str]]:
 
 
 def expanded(query: str, window: str = "1m", model: str = ".*") -> str:
-    """Without Grafana's variables."""
+    """A query without Grafana's variables."""
     return query.replace("$__rate_interval", window).replace("$model", model)
 
 
 def told() -> dict[str, set[str]]:
-    """The labels of each series that a server with two replicas tells, by its full name."""
+    """The labels of each series that a server with two replicas reports, by the full name of the series."""
     record, part = Record("r", "alice", "/v1/completions", lambda: 1.0), Part("r", lambda: 1.0)
     part.prompt_tokens, part.drawn, part.first_token = 7, [[1, 2]], 1.5
     record.parts.append(part)
@@ -75,7 +75,7 @@ def test_the_files_are_what_the_table_makes() -> None:
     made = boards.files()
     assert {path.name for path in FOLDER.iterdir() if path.suffix in (".json", ".yaml")} == {*made, "prometheus.yaml"}
     stale = [name for name, text in made.items() if (FOLDER / name).read_text() != text]
-    assert stale == [], "`make boards` writes them anew"
+    assert stale == [], "run `make boards` to generate them again"
 
 
 @pytest.mark.parametrize(("where", "query"), queries(), ids=lambda value: value)
@@ -104,7 +104,7 @@ OF_VLLMS_DASHBOARDS = {
 def test_every_metric_is_shown_somewhere() -> None:
     shown = "\n".join(query for _, query in queries())
     unseen = [m.name for m in vars(metrics).values() if isinstance(m, metrics.Metric) and m.name not in shown]
-    assert metrics.BUILD.name in unseen  # the list of models is made of it
+    assert metrics.BUILD.name in unseen  # the dashboards' list of models uses it
     assert set(unseen) - {metrics.BUILD.name, metrics.CACHE_CONFIG.name} <= OF_VLLMS_DASHBOARDS
     assert {m.name for m in vars(metrics).values() if isinstance(m, metrics.Metric)} >= OF_VLLMS_DASHBOARDS
 

@@ -1,4 +1,4 @@
-"""What Python callers may give as parameters: types are checked where they are made, never in an engine."""
+"""Parameters from Python callers: types are checked when parameters are created, not in the engine."""
 
 from __future__ import annotations
 

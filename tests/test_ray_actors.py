@@ -1,4 +1,4 @@
-"""EngineCore and worker actors on a real Ray, with a fake model: streams, slow and closed clients, deaths."""
+"""EngineCore and worker actors on a real Ray, with a fake model: streams, slow and closed clients, deaths of actors."""
 
 from __future__ import annotations
 
@@ -57,7 +57,7 @@ def _cluster() -> Iterator[None]:
 
 @dataclass
 class EngineActors:
-    """One engine's actors."""
+    """The actors of one engine."""
 
     name: str
     core: ActorHandle
@@ -92,7 +92,7 @@ both_ways = pytest.mark.parametrize("connect", ["link", "ray"], indirect=True)
 
 @pytest.fixture
 async def connect(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> AsyncIterator[Connect]:
-    """Connects clients, which leave with the test; over a Link, or over Ray ("ray")."""
+    """Connects clients, which disconnect at the end of the test. They use a Link, or Ray calls ("ray")."""
     clients: list[ActorEngineClient] = []
     way = getattr(request, "param", "link")
     if way == "ray":
@@ -109,13 +109,13 @@ async def connect(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatc
 
 
 async def running(engine: EngineActors) -> asyncio.Future[str]:
-    """Start the engine as its supervisor does; the future is what ``run`` returns."""
+    """Start the engine as its supervisor does. The future has the result of ``run``."""
     await engine.core.start.remote()
     return asyncio.ensure_future(engine.core.run.remote())
 
 
 def request(key: int, max_tokens: int, seed: int = 3, resumable_as: str = "") -> EngineCoreRequest:
-    """One that ends by length alone."""
+    """A request that ends only by its length."""
     params = SamplingParams(max_tokens=max_tokens, seed=seed, ignore_eos=True)
     return EngineCoreRequest(key, str(key), PROMPT, params, resumable_as=resumable_as)
 
@@ -123,7 +123,7 @@ def request(key: int, max_tokens: int, seed: int = 3, resumable_as: str = "") ->
 async def read(
     outputs: AsyncIterator[EngineCoreOutputs], keys: set[int]
 ) -> tuple[dict[int, list[int]], list[EngineStats]]:
-    """Tokens by key until all of ``keys`` are finished, and the stats of every message until then."""
+    """Tokens by key until all ``keys`` are finished, and the stats of every message."""
     tokens: dict[int, list[int]] = {key: [] for key in keys}
     stats = []
     while keys:
@@ -181,10 +181,10 @@ async def test_closing_a_client_ends_its_requests_alone(start: Start, connect: C
 
 
 class SlowWorker(FakeWorker):
-    """A worker whose steps take their time."""
+    """A worker whose steps take 20 ms."""
 
     def execute(self, plan: SchedulerOutput) -> ModelRunnerOutput:
-        """Wait first."""
+        """Sleep, then run the step."""
         time.sleep(0.02)
         return super().execute(plan)
 
@@ -192,7 +192,7 @@ class SlowWorker(FakeWorker):
 async def slow_answer(
     start: Start, connect: Connect
 ) -> tuple[EngineActors, ActorEngineClient, AsyncIterator[EngineCoreOutputs]]:
-    """An engine, its client and the client's outputs after the first tokens of request 1, which has 3900 tokens."""
+    """An engine, its client, and the client's outputs after the first tokens of request 1, which has 3900 tokens."""
     engine = start(worker_class=SlowWorker, max_model_len=4000, num_blocks=600)
     await running(engine)
     client = await connect(engine.core)
@@ -230,7 +230,7 @@ async def test_an_engine_that_cannot_be_linked_to_is_reached_over_ray(
 
 @both_ways
 async def test_an_engine_that_is_stopped_is_lost(start: Start, connect: Connect) -> None:
-    """It is the silence that is noticed: Ray would give another reason, after a minute or later."""
+    """The client notices the silence. Ray would report another reason, after a minute or later."""
     engine, client, outputs = await slow_answer(start, connect)
     pid = await engine.core.__ray_call__.remote(lambda _: os.getpid())
     os.kill(pid, signal.SIGSTOP)
@@ -250,7 +250,7 @@ async def test_an_engine_that_is_stopped_is_lost(start: Start, connect: Connect)
 async def test_an_engine_that_does_not_acknowledge_a_request_is_lost(
     start: Start, connect: Connect, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(ray_engine_client, "SILENCE_S", 2)  # before the engine gives up this client
+    monkeypatch.setattr(ray_engine_client, "SILENCE_S", 2)  # less than the engine waits for this client
     engine = start()
     await running(engine)
     client = await connect(engine.core)
@@ -273,10 +273,10 @@ async def test_an_engine_that_opens_no_stream_has_a_limit_in_time(start: Start) 
     pid = await engine.core.__ray_call__.remote(lambda _: os.getpid())
     os.kill(pid, signal.SIGSTOP)
     try:
-        async with asyncio.timeout(30):  # less than Ray needs
+        async with asyncio.timeout(30):  # less than Ray's own time limit
             with pytest.raises(TimeoutError) as caught:
                 await RayEngineClient.connect(engine.core, info)
-        assert "ray_engine_client" in str(caught.traceback[-2].path), "its own limit"
+        assert "ray_engine_client" in str(caught.traceback[-2].path), "the client's own time limit"
     finally:
         os.kill(pid, signal.SIGCONT)
     client = await RayEngineClient.connect(engine.core, info)
@@ -327,10 +327,10 @@ async def test_the_death_of_the_engine_core_ends_its_streams_and_raises_nowhere_
 
 
 class Caller:
-    """A client in a process of its own."""
+    """A client in another process."""
 
     async def call(self, core: ActorHandle) -> int:
-        """Open a request that takes a minute; returns the process's id when it is under way."""
+        """Send a request that takes a minute. Returns the process id after the first token."""
         self._client = await connect_engine(core)
         self._client.add(request(1, 3900, resumable_as="a stream"))
         outputs = self._client.outputs()
@@ -366,7 +366,7 @@ async def test_what_a_client_had_open_is_parked_at_its_end_and_nobody_else_s_is(
     (drawn,) = parked.token_ids
     assert drawn
     assert drawn == FakeModel().continuation(PROMPT, 3, len(drawn))
-    assert await stayer.take_parked(named) is None, "it was given"
+    assert await stayer.take_parked(named) is None, "the parked answer was already taken"
     stayer.add(replace(named, drawn=(tuple(drawn),)))
     outputs = stayer.outputs()
     while not (news := await anext(outputs)).keys:
@@ -393,7 +393,7 @@ async def test_an_engine_that_drains_says_so_to_its_clients_and_to_those_who_com
         assert (await anext(late.outputs())).draining
         await client.close()
         await asyncio.sleep(0.2)
-        assert not drained.done(), "a client is there, which may still ask"
+        assert not drained.done(), "a client is still connected and may send requests"
         await late.close()
         await drained
 
@@ -421,7 +421,7 @@ class HangingWorker(FakeWorker):
     """A worker whose first step never ends."""
 
     def execute(self, plan: SchedulerOutput) -> ModelRunnerOutput:
-        """Hang."""
+        """Block."""
         time.sleep(600)
         raise AssertionError
 
@@ -438,10 +438,10 @@ async def test_a_worker_that_hangs_in_a_step_is_lost(start: Start, connect: Conn
 
 
 class UnservableWorker(FakeWorker):
-    """A worker that finds its configuration wrong."""
+    """A worker that rejects its configuration."""
 
     def start(self) -> WorkerInfo:
-        """Refuse."""
+        """Raise ConfigError."""
         raise ConfigError("max_model_len: 7 is too evil.")
 
 
@@ -491,7 +491,7 @@ async def test_a_line_that_an_engine_cannot_read_is_given_up_and_opened_again(st
     again.draining = True
     await again.close()
     await discovery.looked(8)
-    assert found.empty(), "an engine that drains is left for good"
+    assert found.empty(), "a draining engine must not be found again"
     discovery.stop()
 
 
@@ -509,7 +509,7 @@ async def test_a_client_that_is_silent_is_given_up_and_hears_that_the_engine_liv
         if isinstance(client, LinkEngineClient):
             client._link._silence.stop()
         else:
-            client._tasks[1].cancel()  # it sends batches
+            client._tasks[1].cancel()  # the task that sends batches
         with pytest.raises(EngineDiedError):
             await read(outputs, {2})
     assert client.dropped

@@ -1,4 +1,4 @@
-"""Two ingress replicas and two engines under Serve: whichever is asked tells what all of them know."""
+"""Two ingress replicas and two engines under Serve: each ingress reports what all of them know."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Server]:
 
 
 async def get(url: str, path: str, **params: Any) -> Any:
-    async with httpx.AsyncClient(base_url=url, timeout=300) as client:  # a connection of its own: any replica
+    async with httpx.AsyncClient(base_url=url, timeout=300) as client:  # a new connection, so any replica can answer
         answer = await client.get(path, params=params)
     assert answer.status_code == 200, answer.text
     return answer.json()
@@ -39,11 +39,11 @@ async def ask(url: str, name: str) -> None:
 
 
 async def until_both_know_both_engines(url: str) -> None:
-    """At the start an ingress may have found only one."""
+    """Wait until both ingresses know both engines. At the start an ingress may know only one of them."""
     knowing: set[str] = set()
     async with asyncio.timeout(300):
         for start in count(step=8):
-            names = [f"first-{number}" for number in range(start, start + 8)]  # at once, so that both are asked
+            names = [f"first-{number}" for number in range(start, start + 8)]  # at once, so that both get some
             await asyncio.gather(*(ask(url, name) for name in names))
             lives = [await get(url, f"/v1/requests/{name}") for name in names]
             knowing |= {life["ingress"] for life in lives if life["parts"][0]["routes"][0]["considered"]}

@@ -1,4 +1,4 @@
-"""Calls by handle from processes of their own, and the composed application: what callers leave behind is ended."""
+"""Calls by handle from separate processes, and the composed application: requests of a gone caller are ended."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ LONG = {{"ignore_eos": True, "max_tokens": 7000}}
 
 @pytest.fixture(scope="module")
 def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Server]:
-    """The example's Serve file, on a free port, and beside it an application with a model of its own."""
+    """The example's Serve file on a free port, with a second application that has its own model."""
     port, path = free_port(), tmp_path_factory.mktemp("serve") / "serve.yaml"
     data = yaml.safe_load((ROOT / "examples" / "composed_app" / "serve.yaml").read_text())
     data["http_options"]["port"] = port
@@ -47,7 +47,7 @@ def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Server]:
 
 
 class Caller:
-    """A Ray program of its own; it says a word a line, and goes on when it is told to."""
+    """A separate Ray program. It prints one word a line, and waits for the test before it continues."""
 
     def __init__(self, server: Server, program: str) -> None:
         (address,) = re.findall(r"RAY_ADDRESS=(\S+) ray status", server.log.read_text())
@@ -76,7 +76,7 @@ class Caller:
 
 
 def ended(server: Server, reason: str) -> int:
-    """Sequences that ended for ``reason`` so far."""
+    """The number of sequences that have ended with ``reason``."""
     text = httpx.get(f"{server.url}/metrics", timeout=300).text
     return round(sum(map(float, re.findall(rf'^vllm:request_success_total{{.*"{reason}".*}} (\S+)$', text, re.M))))
 
@@ -205,7 +205,7 @@ def test_the_composed_application_answers_as_its_parts_do_over_http(server: Serv
 
 
 def app_tools() -> Any:
-    """The tools of the example, which is not imported here: Serve makes a deployment of it."""
+    """The tools of the example. Its module is not imported here, because Serve makes its class a deployment."""
     source = (ROOT / "examples" / "composed_app" / "app.py").read_text()
     found = re.search(r"^TOOLS = (\[.*?^\])", source, re.M | re.S)
     assert found

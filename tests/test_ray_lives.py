@@ -1,5 +1,4 @@
-"""What outlives processes, by `raylm serve`: answers beside a request that crashes workers, clients of an ingress that
-is stopped and started, and responses in the background when everything is killed at once."""
+"""`raylm serve` survives crashing workers, a stopped ingress, and the loss of all processes: no answer changes."""
 
 from __future__ import annotations
 
@@ -22,8 +21,9 @@ from tests.updating import updated_server
 pytestmark = [pytest.mark.ray, pytest.mark.long, pytest.mark.filterwarnings("default")]
 
 ARGS: dict[str, Any] = {"dtype": "float32", "cache": {"num_blocks": 2048}}
-POISON = 666  # as the seed
-# What a worker's process does when it imports the worker: a sequence with that seed makes its next step a crash.
+POISON = 666  # a sequence with this seed crashes the worker
+# Code that a worker's process runs when it imports the worker. The next step after a sequence with that seed joins
+# crashes.
 PLANTED = f"""
 import ctypes, importlib.util, sys
 
@@ -55,7 +55,7 @@ UNFINISHED = ("queued", "in_progress")
 
 
 async def stream(url: str, number: int, tokens: int) -> str:
-    """The text of a sampled stream, or what went wrong."""
+    """The text of a sampled stream, or a description of the error."""
     body = chat(f"Say {number}.", stream=True, ignore_eos=True, max_tokens=tokens, temperature=0.9, seed=number)
     found = ""
     async with (
@@ -71,7 +71,7 @@ async def stream(url: str, number: int, tokens: int) -> str:
 
 @contextmanager
 def seen(server: Server, name: str) -> Iterator[set[int]]:
-    """The ids of all processes of an actor's class that are there meanwhile."""
+    """The ids of all processes of an actor's class that exist during the block."""
     found, over = set(server.processes(name)), threading.Event()
 
     def look() -> None:
@@ -117,7 +117,7 @@ async def test_haproxy_leaves_an_ingress_before_it_refuses_anybody(tmp_path: Pat
         over = asyncio.Event()
 
         async def ask(number: int) -> None:
-            """On connections of its own, so that each is routed anew."""
+            """Use a new connection for each request, so that each is routed anew."""
             nonlocal answers
             while not over.is_set():
                 try:
@@ -144,7 +144,7 @@ async def test_haproxy_leaves_an_ingress_before_it_refuses_anybody(tmp_path: Pat
 
 
 class Background:
-    """A response in the background, as one client sees it, whose connections end with the server."""
+    """A background response, as one client sees it. The client's connections end with the server."""
 
     def __init__(self, number: int) -> None:
         text = f"Write about the number {number}."
@@ -153,7 +153,7 @@ class Background:
         self.events: list[dict[str, Any]] = []
 
     async def create(self, url: str) -> None:
-        """Every other one is followed."""
+        """Start the response. Responses with an odd number are streamed."""
         streamed, body = self.body["seed"] % 2 == 1, self.body | {"background": True}
         async with httpx.AsyncClient(timeout=240) as client:
             if not streamed:
@@ -171,7 +171,7 @@ class Background:
             await self._read(answer)
 
     async def _read(self, answer: httpx.Response) -> None:
-        with suppress(httpx.HTTPError):  # it is cut off as the server is killed
+        with suppress(httpx.HTTPError):  # the connection closes when the server is killed
             async for line in answer.aiter_lines():
                 if line.startswith("data: "):
                     self.events.append(json.loads(line[6:]))
@@ -181,7 +181,7 @@ class Background:
         return "".join(event["delta"] for event in self.events if event["type"] == "response.output_text.delta")
 
 
-_TLS = httpx.create_ssl_context()  # to make one takes a client long, and HAProxy waits 10 s for a request
+_TLS = httpx.create_ssl_context()  # creating one takes a client long, and HAProxy waits only 10 s for a request
 
 
 async def found(url: str, response_id: str) -> dict[str, Any]:
@@ -191,7 +191,7 @@ async def found(url: str, response_id: str) -> dict[str, Any]:
 
 
 async def ended(url: str, response_id: str) -> dict[str, Any]:
-    """The response, when it has ended."""
+    """Wait for the end of the response, and return it."""
     async with asyncio.timeout(240):
         while (answer := await found(url, response_id)).get("status", "queued") in UNFINISHED:  # noqa: ASYNC110 - it is the server's
             await asyncio.sleep(0.2)
@@ -205,7 +205,7 @@ def said(answer: dict[str, Any]) -> str:
 async def test_responses_in_the_background_outlive_the_end_of_everything(tmp_path: Path) -> None:
     args = ARGS | {
         "engine": {"replicas": 2, "threads": 1},
-        "scheduler": {"max_num_seqs": 4},  # so that most of them wait
+        "scheduler": {"max_num_seqs": 4},  # so that most responses wait
         "ingress": {"replicas": 2, "store": str(tmp_path / "store" / "responses.sqlite")},
     }
     port = free_port()
@@ -239,7 +239,7 @@ async def test_responses_in_the_background_outlive_the_end_of_everything(tmp_pat
         for one in followed:
             assert [event["sequence_number"] for event in one.events] == list(range(len(one.events)))
             assert one.told() == said(ends[one.body["seed"]])
-        async with httpx.AsyncClient(timeout=240) as client:  # what nobody has disturbed
+        async with httpx.AsyncClient(timeout=240) as client:  # the same responses without a disturbance
             for one in (begun[0], begun[-1], waited[0], waited[-1]):
                 whole = (await client.post(f"{server.url}/v1/responses", json=one.body)).json()
                 assert said(whole) == said(ends[one.body["seed"]])

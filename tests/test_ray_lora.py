@@ -1,4 +1,4 @@
-"""LoRA adapters through `raylm serve` with several ingress replicas: all agree, and a new engine gets them again."""
+"""LoRA adapters with `raylm serve` and several ingress replicas: all agree, and a new engine gets the adapters."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ pytestmark = pytest.mark.ray
 
 ADAPTER = ROOT / "examples" / "lora_adapter" / "json-answers"
 PROMPT = [300, 301, 302]
-TIMES = 12  # asked of whichever replica the proxy chooses
+TIMES = 12  # requests; the proxy chooses a replica for each
 
 
 def ask(server: Server, model: str) -> httpx.Response:
@@ -31,7 +31,7 @@ def tokens(answer: httpx.Response) -> list[int]:
 
 
 def served_everywhere(server: Server, wanted: list[int]) -> Callable[[], bool]:
-    """Whether ``TIMES`` requests in a row, each on a connection of its own, get the adapter's tokens."""
+    """Whether ``TIMES`` requests in a row, each on a new connection, get the adapter's tokens."""
 
     def check() -> bool:
         answers = [ask(server, "json") for _ in range(TIMES)]

@@ -1,4 +1,4 @@
-"""A real Prometheus, Ray's metrics and its dashboard with two ingresses and two engines under load."""
+"""A real Prometheus, and Ray's metrics and dashboard, with two ingresses and two engines under load."""
 
 from __future__ import annotations
 
@@ -46,7 +46,7 @@ def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Server]:
 
 @pytest.fixture(scope="module")
 def prometheus(server: Server, tmp_path_factory: pytest.TempPathFactory) -> Iterator[str]:
-    """Its URL. The shipped configuration, with the server's port, a key, and less time between two looks."""
+    """The URL of a Prometheus with the shipped configuration, but with the server's port, a key and short intervals."""
     assert PROMETHEUS is not None
     folder, port = tmp_path_factory.mktemp("prometheus"), free_port()
     (folder / "key").write_text("sk-watch")
@@ -69,7 +69,7 @@ def prometheus(server: Server, tmp_path_factory: pytest.TempPathFactory) -> Iter
 
 @asynccontextmanager
 async def load(server: Server) -> AsyncIterator[None]:
-    """Streams of two keys without end, one of which is refused again and again."""
+    """Endless streams of two keys. One key is refused repeatedly."""
 
     async def ask(name: str, number: int) -> None:
         async with httpx.AsyncClient(base_url=server.url, timeout=300) as client:
@@ -90,7 +90,7 @@ async def load(server: Server) -> AsyncIterator[None]:
 
 
 async def found(client: httpx.AsyncClient, query: str) -> list[dict[str, Any]]:
-    """The series that a query gives now, those that are numbers."""
+    """The current series of a query whose values are numbers."""
     answer = (await client.get("/api/v1/query", params={"query": query})).json()
     assert answer["status"] == "success", answer
     series = answer["data"]["result"]
@@ -116,7 +116,7 @@ async def test_every_query_of_every_board_has_data_under_load(server: Server, pr
 
 
 async def test_what_is_counted_is_what_the_clients_got(server: Server, prometheus: str) -> None:
-    """Independent of how it is told: ten answers of eight tokens, as Prometheus has them in the end."""
+    """Ten answers of eight tokens end up in Prometheus as 80 tokens, whichever replica reports them."""
     query = 'sum(raylm:key_tokens_total{key="watch", kind="generation"})'
     async with httpx.AsyncClient(base_url=server.url, timeout=300) as client:
         for number in range(10):
@@ -132,7 +132,7 @@ async def test_what_is_counted_is_what_the_clients_got(server: Server, prometheu
 
 
 def session(server: Server) -> Path:
-    """Ray's folder."""
+    """Ray's session folder."""
     line = re.search(r"logs +(\S+)/logs$", server.log.read_text(), re.MULTILINE)
     assert line is not None
     return Path(line[1])
@@ -150,7 +150,7 @@ async def test_rays_own_metrics_have_ours_once(server: Server) -> None:
             await asyncio.sleep(1)
             text = (await client.get(url)).text
     told = wanted.findall(text)
-    assert len(told) == 2, "one line for each engine, whichever replica tells it"
+    assert len(told) == 2, "one line for each engine, whichever replica reports it"
     assert "ray_vllm_time_to_first_token_seconds_bucket{" in text
     assert "ray_raylm_engines_wanted{" in text
 
@@ -168,7 +168,7 @@ async def test_rays_dashboard_is_there_and_knows_the_application(server: Server)
         told = [
             (await client.get("/v1/cluster", headers={"x-api-key": f"sk-{key}"})).json() for key in ("watch", "bob")
         ]
-    assert [one["dashboard"] for one in told] == [address[1], None], "who may see the actors may know where"
+    assert [one["dashboard"] for one in told] == [address[1], None], "only a key that may see the actors"
     assert applications["default"]["docs_path"] == "/console"
     assert set(applications["default"]["deployments"]) >= {"Ingress", "Engine"}
     names = [actor["name"] for actor in actors]

@@ -1,4 +1,4 @@
-"""Four raylets on this machine: engines spread over three, and one that is killed takes no answer with it."""
+"""Four raylets on this machine: engines run on three of them, and killing one node loses no answer."""
 
 from __future__ import annotations
 
@@ -42,7 +42,7 @@ def cluster(monkeypatch: pytest.MonkeyPatch) -> Iterator[Cluster]:
 
 
 def nodes_of(cls: str) -> dict[int, str]:
-    """Ids of the nodes of all live actors of a class, by process id."""
+    """The node ids of all live actors of a class, by process id."""
     alive = list_actors(filters=[("class_name", "=", cls), ("state", "=", "ALIVE")])
     return {actor.pid: actor.node_id for actor in alive}
 
@@ -66,11 +66,11 @@ def test_engines_spread_and_a_lost_node_takes_no_answer_with_it(cluster: Cluster
         assert last == "data: [DONE]", last
         return found
 
-    with Server(path, port, "--ready-timeout=600") as server:  # not --no-dashboard, which is for a Ray of its own
+    with Server(path, port, "--ready-timeout=600") as server:  # --no-dashboard needs a Ray of its own
         server.wait_until(lambda: len(nodes_of("EngineCoreActor")) == 2, "has not two engines")
         cores, workers = nodes_of("EngineCoreActor"), nodes_of("WorkerActor")
-        assert len({*cores.values()}) == 2, "each on a node of its own"
-        assert sorted(cores.values()) == sorted(workers.values()), "with its worker"
+        assert len({*cores.values()}) == 2, "each EngineCore is on its own node"
+        assert sorted(cores.values()) == sorted(workers.values()), "each worker is on the node of its EngineCore"
         undisturbed = read_stream()
         begun.clear()
         with ThreadPoolExecutor(1) as pool:

@@ -1,4 +1,4 @@
-"""A served model whose lines are JSON and whose spans go to a collector: two ingresses, HAProxy, an orderly end."""
+"""A served model with JSON log lines, and spans sent to a collector: two ingresses, HAProxy, an orderly shutdown."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What another user of the machine reaches of a running server: its files, its sockets and its ports, without a key."""
+"""Files, sockets and ports of a running server that another user of the machine can access without a key."""
 
 from __future__ import annotations
 
@@ -45,7 +45,7 @@ CALLS = (
 
 
 def as_stranger(work: Callable[[], Any]) -> Any:
-    """What ``work`` returns in a child that has the rights of another user."""
+    """The result of ``work`` in a child process with the rights of another user."""
     reading, writing = os.pipe()
     if (child := os.fork()) == 0:
         result: Any = None
@@ -60,13 +60,13 @@ def as_stranger(work: Callable[[], Any]) -> Any:
     with os.fdopen(reading, "rb") as pipe:
         data = pipe.read()
     os.waitpid(child, 0)
-    assert data, "the other user's work failed"
+    assert data, "the other user's process failed"
     return pickle.loads(data)
 
 
 @dataclass(frozen=True)
 class Found:
-    """What the processes of a server have open: files and sockets in the file system, and TCP ports by address."""
+    """Open files and Unix sockets of a server's processes, and their listening TCP ports by address."""
 
     paths: list[Path]
     sockets: list[Path]
@@ -97,13 +97,13 @@ def look(session: int) -> Found:
 
 
 def address(field: str) -> str:
-    """IPv4 of /proc/net/tcp, and of IPv6's mapped ones; whatever else it is stays."""
+    """The IPv4 address in a field of /proc/net/tcp, or the mapped one in a field of /proc/net/tcp6."""
     digits = field.partition(":")[0][-8:]
     return socket.inet_ntoa(bytes.fromhex(digits)[::-1])
 
 
 def writable_or_connectable(found: Found) -> list[str]:
-    """Run as the stranger."""
+    """The paths and sockets that the current user can write or connect to. Runs as the other user."""
     reached = [f"writes {path}" for path in found.paths if is_ordinary(path) and os.access(path, os.W_OK)]
     reached += [
         f"enters {path.parent}" for path in found.paths if is_ordinary(path) and os.access(path.parent, os.W_OK)
@@ -121,12 +121,15 @@ def is_ordinary(path: Path) -> bool:
 
 
 def readable(paths: list[Path]) -> list[str]:
-    """Run as the stranger."""
+    """The paths that the current user can read. Runs as the other user."""
     return [str(path) for path in paths if os.access(path, os.R_OK)]
 
 
 def check(session: int, http_port: int, home: Path) -> None:
-    """``http_port`` is the server's; those of replicas and of Serve's own proxy are the same API."""
+    """Check all files, sockets and ports.
+
+    ``http_port`` is the server's; replicas and Serve's proxy have the same API.
+    """
     found = look(session)
     assert found.sockets
     assert len(found.ports) > 5
@@ -148,7 +151,7 @@ def check(session: int, http_port: int, home: Path) -> None:
 
 
 def answer_of(host: str, port: int) -> str | None:
-    """The answer of a port to a caller that has neither key nor token."""
+    """The answer of a port to a caller without a key and without a token."""
     at = f"{'127.0.0.1' if host == '0.0.0.0' else host}:{port}"
     try:
         answer = httpx.get(f"http://{at}/v1/models", timeout=300)
@@ -171,7 +174,7 @@ def answer_of(host: str, port: int) -> str | None:
 
 
 def called(at: str) -> str | None:
-    """The same of a port that speaks gRPC; None where it speaks neither."""
+    """The answer of a gRPC port to such a caller. None if the port speaks neither HTTP nor gRPC."""
     codes = set()
     with grpc.insecure_channel(at) as channel:
         for name in CALLS:
@@ -198,7 +201,7 @@ def home(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 
 @pytest.fixture
 def taken() -> Iterator[None]:
-    """Another user has made the directories whose names are known before."""
+    """Another user has created the directories with predictable names."""
     made = [path for path in PREDICTABLE if not path.exists()]
     for path in made:
         path.mkdir()
@@ -219,7 +222,7 @@ def test_raylm_serve(home: Path) -> None:
 
 
 class ServeRun:
-    """`serve run` of a file on a Ray of its own, whose files are in a directory that is private."""
+    """`serve run` of a file, with its own Ray, whose files are in a private directory."""
 
     def __init__(self, home: Path, port: int, **environment: str) -> None:
         self.folder = Path(tempfile.mkdtemp(prefix="own", dir="/tmp"))
@@ -228,7 +231,7 @@ class ServeRun:
         self.process = self._start(serve_file(home / "serve.yaml", port, KEYED))
 
     def _start(self, file: Path) -> subprocess.Popen[bytes]:
-        """Begin to serve ``file``. Returns the process whose session all others belong to."""
+        """Start to serve ``file``. Returns the process that leads the session of all others."""
         return self._popen("serve", "run", str(file))
 
     def _popen(self, *command: str) -> subprocess.Popen[bytes]:
@@ -260,7 +263,7 @@ class ServeRun:
             time.sleep(0.1)
 
     def said(self) -> str:
-        """What the processes have written."""
+        """The output of all processes."""
         return self.log.read_text()
 
     def end(self) -> None:
@@ -276,9 +279,9 @@ class ServeRun:
 
 
 class ServeDeploy(ServeRun):
-    """`serve deploy` of a file on a cluster of one node that `ray start` has made.
+    """`serve deploy` of a file on a one-node cluster that `ray start` started.
 
-    `ray start` opens its temporary directory to all users, so the directory lies in the private directory.
+    `ray start` opens its temporary directory to all users, so it is inside the private directory.
     """
 
     def _start(self, file: Path) -> subprocess.Popen[bytes]:
@@ -310,7 +313,7 @@ def serve_deploy(home: Path) -> Iterator[Callable[..., ServeRun]]:
 
 
 def started(home: Path, command: type[ServeRun]) -> Iterator[Callable[..., ServeRun]]:
-    """What starts ``command``; all that was started ends behind it."""
+    """A function that starts ``command``. All started processes end after the block."""
     keep_token_private()
     runs: list[ServeRun] = []
 

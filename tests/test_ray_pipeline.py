@@ -1,4 +1,4 @@
-"""Stages as Ray actors, on one node and on two: the tokens of one worker alone, and one cause when a stage is lost."""
+"""Pipeline stages as Ray actors, on one and two nodes: the same tokens as one worker, and one cause of a lost stage."""
 
 from __future__ import annotations
 
@@ -40,9 +40,9 @@ TOKENS = 24
 
 @pytest.fixture(scope="module")
 def nodes() -> Iterator[list[str]]:
-    """The ids of two nodes of one machine, this process's first, so that a Link to its EngineCore is possible.
+    """The ids of two nodes on this machine. This process's node is first, so that a Link to its EngineCore is possible.
 
-    Over Ray's calls an engine would be lost where the machine takes 3 s for one.
+    With Ray calls, an engine would be lost if the machine takes 3 s for one call.
     """
     cluster = Cluster(initialize_head=True, head_node_args={"num_cpus": 2, "include_dashboard": False})
     cluster.add_node(num_cpus=2)
@@ -72,7 +72,7 @@ def divided(model: Path, stages: int, ranks: int = 1, **cache: Any) -> Config:
 
 @contextmanager
 def engine(config: Config, nodes: list[str]) -> Iterator[tuple[ActorHandle, list[ActorHandle]]]:
-    """An EngineCore on the first of ``nodes``, and the workers of each stage on one of them."""
+    """An EngineCore on the first of ``nodes``, and the workers of each stage on one node each."""
     size = config.engine.tensor_parallel_size
     on = [NodeAffinitySchedulingStrategy(node, soft=False) for node in nodes]
     workers = [

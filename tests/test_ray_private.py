@@ -1,4 +1,4 @@
-"""The private names of Ray that raylm/ray_private.py uses, one test each: what fails here went away with an upgrade."""
+"""The private names of Ray that raylm/ray_private.py uses, one test each. A test fails if an upgrade removes a name."""
 
 from __future__ import annotations
 
@@ -139,7 +139,7 @@ def test_a_part_that_went_away_is_no_silent_change(name: str, monkeypatch: pytes
 
 
 class Nodes:
-    """What Serve knows of three nodes of four CPUs."""
+    """Serve's view of three nodes with four CPUs each."""
 
     def __init__(self) -> None:
         self.cpus = dict.fromkeys("abc", 4.0)
@@ -178,7 +178,7 @@ def test_replicas_are_spread_over_the_nodes_that_have_room(monkeypatch: pytest.M
     scheduler = DeploymentScheduler(nodes, "a", lambda request: None)
 
     def start(name: str, replica: str, resources: dict[str, float], strategy: str | None = None) -> str | None:
-        """Which node is asked for."""
+        """The node that Serve requests for the replica."""
         of = DeploymentID(name, "app")
         if of not in scheduler._deployments:
             scheduler.on_deployment_created(of, SpreadDeploymentSchedulingPolicy())
@@ -195,15 +195,15 @@ def test_replicas_are_spread_over_the_nodes_that_have_room(monkeypatch: pytest.M
     small = {"CPU": 0.1}
     assert start("Other", "o", small) is None
     assert {start("Ingress", one, small) for one in "123"} == {"a", "b", "c"}
-    assert {start("Ingress", one, small) for one in "456"} == {"a", "b", "c"}, "an update, before old replicas stop"
+    assert {start("Ingress", one, small) for one in "456"} == {"a", "b", "c"}, "in an update, before old replicas stop"
     for one in "14":
         scheduler.on_replica_running(ReplicaID(one, DeploymentID("Ingress", "app")), "a")
         scheduler.on_replica_stopping(ReplicaID(one, DeploymentID("Ingress", "app")))
-    nodes.cpus.pop("a")  # is lost
+    nodes.cpus.pop("a")  # node a is lost
     assert {start("Ingress", one, small) for one in "78"} == {"b", "c"}
-    assert start("Ingress", "s", small, "SPREAD") is None, "Ray refuses to start an engine of several nodes at one"
+    assert start("Ingress", "s", small, "SPREAD") is None, "Ray refuses an engine of several nodes with a fixed node"
     nodes.cpus["b"] = 0.0
-    assert start("Ingress", "9", small) == "c", "the only one that has room"
+    assert start("Ingress", "9", small) == "c", "the only node with free CPUs"
     nodes.cpus["c"] = 0.0
     assert start("Ingress", "10", small) is None
     assert start("Ingress", "11", {"GPU": 1.0}) is None

@@ -1,4 +1,4 @@
-"""Streams over two ingresses, of which one is killed: clients that resume get the answers of an undisturbed run."""
+"""Streams over two ingresses, one of which is killed: clients that resume get the answers of an undisturbed run."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Server]:
 
 
 class Reader:
-    """A client of one stream; ``begun`` once it has some of the answer."""
+    """A client of one stream. ``begun`` is set when it has some of the answer."""
 
     def __init__(self, server: Server, number: int) -> None:
         self.begun = threading.Event()
@@ -48,7 +48,7 @@ class Reader:
         self._body = chat(question, stream=True, ignore_eos=True, max_tokens=500, **fields | {"user": str(number)})
 
     def read(self) -> dict[int, dict[str, Any]]:
-        """What each choice comes to."""
+        """Read to the end. Returns the text, logprobs and finish reasons of each choice."""
         found: dict[int, dict[str, Any]] = {}
         with httpx.Client(timeout=300, event_hooks={"request": [self._count]}) as client:
             for place, data in enumerate(resumed(client, self._url, self._body, {})):

@@ -1,4 +1,4 @@
-"""End to end through `raylm serve`: answers, dropped clients, handle calls, killed processes, and the end of it all."""
+"""End to end with `raylm serve`: answers, disconnected clients, calls by handle, killed processes, and shutdown."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ QUESTION = "What is a KV cache?"
 
 @pytest.fixture(scope="module")
 def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Server]:
-    """One server for all tests of this module but the last, which ends it."""
+    """One server for all tests of this module except the last, which stops it."""
     port = free_port()
     with Server(serve_file(tmp_path_factory.mktemp("serve") / "serve.yaml", port, ARGS), port) as server:
         yield server
@@ -48,7 +48,7 @@ async def stream_text(client: httpx.AsyncClient, content: str, **fields: object)
 
 
 async def drop_at_random(client: httpx.AsyncClient, content: str) -> None:
-    """Hang up before the head, or after some lines of a stream, or while waiting for a whole answer."""
+    """Disconnect at a random time: before the head, within a stream, or while waiting for a whole answer."""
     body = chat(content, stream=random.random() < 0.8, ignore_eos=True, max_tokens=2000)
     try:
         async with asyncio.timeout(random.random()), client.stream("POST", "/v1/chat/completions", json=body) as answer:
@@ -187,7 +187,7 @@ def test_a_stream_outlives_a_killed_or_stopped_process_with_the_text_of_an_undis
     def read_stream() -> list[str]:
         texts = ["", ""]
         with httpx.stream("POST", f"{server.url}/v1/chat/completions", json=body, timeout=300) as answer:
-            for line in filter(re.compile("data").match, answer.iter_lines()):  # comments keep it alive
+            for line in filter(re.compile("data").match, answer.iter_lines()):  # comments are keep-alives
                 last = line
                 for choice in json.loads(line[6:])["choices"] if line != "data: [DONE]" else ():
                     texts[choice["index"]] += choice["delta"].get("content") or ""
@@ -245,7 +245,7 @@ async def test_at_a_stop_streams_get_their_end_and_no_process_stays(server: Serv
 
 
 async def collect(client: httpx.AsyncClient, body: dict[str, object], lines: list[str]) -> None:
-    """Read a stream's lines into ``lines`` as they come."""
+    """Append the lines of a stream to ``lines`` as they arrive."""
     async with client.stream("POST", "/v1/chat/completions", json=body) as answer:
         async for line in answer.aiter_lines():
             if line:

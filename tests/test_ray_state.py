@@ -1,4 +1,4 @@
-"""What two ingress replicas share, by `raylm serve`: limits that hold, metrics of both, adapters that come back."""
+"""State that two ingress replicas of `raylm serve` share: key limits, metrics of both, and LoRA adapters."""
 
 from __future__ import annotations
 
@@ -64,7 +64,7 @@ def counts(text: str) -> dict[str, float]:
 
 
 async def counted(server: Server) -> tuple[float, float]:
-    """Answers with 200 and with 429 of the key "requests", as one of the replicas tells them."""
+    """The numbers of answers with 200 and with 429 to the key "requests", as one replica reports them."""
     told = counts(await metrics_of(server))
     return told["requests 200"], told["requests 429"]
 
@@ -87,7 +87,7 @@ async def test_a_hundred_at_once_do_not_pass_the_open_requests(server: Server) -
     answers = await answers_of(server, "places", 100, 200)
     assert {answer.status_code for answer in answers} == {200, 429}
     at_once = [answer for answer in answers if answer.status_code == 200]
-    assert len(at_once) >= 7, "who came later found a place again"
+    assert len(at_once) >= 7, "a later request found a free place again"
 
 
 async def test_metrics_of_both_replicas_are_told_by_each(server: Server) -> None:
@@ -107,11 +107,11 @@ async def test_limits_hold_when_the_state_is_killed(server: Server) -> None:
     assert {answer.status_code for answer in before} == {200}
     server.kill_actor("StateActor")
     answers = await answers_of(server, "again", 20, 4)
-    assert sorted(answer.status_code for answer in answers) == [200] + [429] * 19, "8 of 9 were used before"
+    assert sorted(answer.status_code for answer in answers) == [200] + [429] * 19, "8 of 9 requests were used before"
 
 
 async def test_a_state_that_gives_no_sign_of_life_is_replaced(server: Server) -> None:
-    """Its process is stopped, as it would be on a node without power: Ray notices nothing."""
+    """Its process is stopped, as on a node without power. Ray does not notice it."""
     (stopped,) = server.processes("StateActor")
     server.kill_actor("StateActor", signal.SIGSTOP)
     statuses: list[int] = []
@@ -132,7 +132,7 @@ def test_adapters_come_back_when_all_start_anew(server: Server) -> None:
     assert loaded.status_code == 200, loaded.text
     for name in ("ServeReplica:default:Ingress", "ServeReplica:default:Engine", "EngineCore"):
         for pid in server.processes(name):
-            with suppress(ProcessLookupError):  # it ended with one before it
+            with suppress(ProcessLookupError):  # it ended together with one before it
                 os.kill(pid, signal.SIGKILL)
 
     def is_back() -> bool:

@@ -1,4 +1,4 @@
-"""Two ranks as Ray actors, over gloo: the tokens of one worker alone, and one cause when a rank is lost."""
+"""Two ranks as Ray actors over gloo: the same tokens as one worker, and one cause of a lost rank."""
 
 from __future__ import annotations
 
@@ -46,7 +46,7 @@ def _cluster() -> Iterator[None]:
 
 @contextmanager
 def engine(config: Config) -> Iterator[tuple[ActorHandle, list[ActorHandle]]]:
-    """An EngineCore and its workers, as the supervisor creates them."""
+    """An EngineCore and its workers, created as the supervisor creates them."""
     ranks = range(config.engine.tensor_parallel_size)
     workers = [create_worker(config, rank, num_cpus=0.1) for rank in ranks]
     core = create_engine_core(config, uuid.uuid4().hex, "engine", workers, num_cpus=0.1)
@@ -70,7 +70,7 @@ def shared_by(ranks: int, model: Path) -> Config:
 
 
 async def answers(core: ActorHandle, prompts: list[list[int]], params: SamplingParams) -> list[list[int]]:
-    """The tokens of all prompts, asked for at the same time."""
+    """The tokens of all prompts, requested at the same time."""
     client = await connect_engine(core)
     for key, prompt in enumerate(prompts):
         client.add(EngineCoreRequest(key, str(key), prompt, params))
@@ -152,40 +152,40 @@ class FakeRank(FakeWorker):
     """A rank without a model."""
 
     def address(self) -> str:
-        """Of a node on which nobody looks for it."""
+        """An address that no other rank uses."""
         return "127.0.0.1"
 
     def open_rendezvous(self, address: str) -> str:
-        """Nobody comes."""
+        """No other rank connects."""
         return "nowhere"
 
     def start(self, meeting: str = "", address: str = "") -> WorkerInfo:
-        """Start alone."""
+        """Start without other ranks."""
         return super().start()
 
 
 class WaitingRank(FakeRank):
-    """A rank that waits for another one for ever."""
+    """A rank that waits forever for another rank."""
 
     def execute(self, plan: SchedulerOutput) -> ModelRunnerOutput:
-        """Wait."""
+        """Block."""
         time.sleep(600)
         raise AssertionError
 
 
 class LeftRank(FakeRank):
-    """A rank that notices that another one is gone."""
+    """A rank that notices the loss of another rank."""
 
     def execute(self, plan: SchedulerOutput) -> ModelRunnerOutput:
-        """Say so."""
+        """Raise PeerLostError."""
         raise PeerLostError("Rank 0 of 2 lost another one.")
 
 
 class FailingRank(FakeRank):
-    """A rank that fails by itself, a moment later."""
+    """A rank that fails by itself after 0.2 s."""
 
     def execute(self, plan: SchedulerOutput) -> ModelRunnerOutput:
-        """Fail."""
+        """Fail after a delay."""
         time.sleep(0.2)
         raise RuntimeError("out of everything")
 
@@ -208,7 +208,7 @@ async def test_what_one_rank_found_wrong_is_told_whatever_the_others_do() -> Non
 @pytest.mark.long
 @pytest.mark.usefixtures("_cluster")
 async def test_a_rank_that_is_lost_is_told_while_the_others_wait_for_it() -> None:
-    """As they do on GPUs, where nothing tells them: NCCL's sums do not end, and those in graphs are not watched."""
+    """On GPUs the waiting ranks notice nothing: NCCL's sums do not end, and sums in graphs are not watched."""
     workers = [ray.remote(WaitingRank).options(num_cpus=0.1).remote() for _ in range(2)]
     core = create_engine_core(shared_by(2, EMBEDDED), uuid.uuid4().hex, "engine", workers, num_cpus=0.1)
     await core.start.remote()

@@ -1,4 +1,4 @@
-"""Engines that drain, and updates of a served file, under clients: nobody sees an error, and texts stay."""
+"""Draining engines, and updates of a served file under load: no client gets an error, and no text changes."""
 
 from __future__ import annotations
 
@@ -19,9 +19,9 @@ from tests.updating import Updates, updated_server
 pytestmark = [pytest.mark.ray, pytest.mark.long, pytest.mark.filterwarnings("default")]
 
 SCALED = {"replicas": {"min": 0, "max": 2, "downscale_delay_s": 3}, "threads": 1}
-INGRESS = {"shutdown_grace_s": 60}  # more than a stream takes
+INGRESS = {"shutdown_grace_s": 60}  # longer than a stream
 GRACE_S = 30
-_TLS = httpx.create_ssl_context()  # to make one takes a client long
+_TLS = httpx.create_ssl_context()  # creating one takes a client long
 QUESTIONS = [f"Count from {number} to {number + 9}." for number in range(6)]
 
 
@@ -32,7 +32,7 @@ def updates(tmp_path: Path) -> Iterator[Updates]:
 
 
 async def text(url: str, number: int, tokens: int) -> str:
-    """A sampled stream over a connection of its own, or what went wrong."""
+    """The text of a sampled stream over a new connection, or a description of the error."""
     body = chat(
         QUESTIONS[number % len(QUESTIONS)],
         stream=True,
@@ -74,7 +74,7 @@ async def test_streams_outlive_engines_that_drain_with_the_texts_of_an_undisturb
 
 
 class Clients:
-    """They ask again and again; ``wrong`` has what was not one of the texts that are ``right`` at the time."""
+    """Clients that send requests continuously. ``wrong`` has the texts that were not in ``right`` at the time."""
 
     def __init__(self, url: str, right: list[set[str]]) -> None:
         self._url = url
@@ -104,7 +104,7 @@ async def clients(url: str) -> AsyncIterator[Clients]:
 
 
 async def test_no_client_sees_an_update(updates: Updates) -> None:
-    """Of the ingress, of the engines, and of what they compute with."""
+    """Updates of the ingress, of the scheduler, and of the quantization."""
     async with clients(updates.server.url) as asking:
         await asyncio.to_thread(updates.update, ingress=INGRESS | {"max_queued_requests": 1000})
         assert asking.wrong == []
@@ -120,12 +120,12 @@ async def test_no_client_sees_an_update(updates: Updates) -> None:
         asking.wrong.clear()
     assert asking.answers > before
     quantized = {await text(updates.server.url, number, 60) for number in range(4)}
-    assert not quantized <= set.union(*alone), "another model gives other texts"
+    assert not quantized <= set.union(*alone), "the quantized model gives other texts"
     assert {*seen} <= set.union(*alone) | quantized
 
 
 async def test_engines_go_with_the_load_to_none_and_back(tmp_path: Path) -> None:
-    """What is asked while there is none is answered; what more is asked than one has places for starts another."""
+    """Requests without an engine are answered later. More requests than one engine can run start a second engine."""
     args = {"engine": SCALED, "scheduler": {"max_num_seqs": 3}}
     with updated_server(tmp_path / "serve.yaml", engines=0, **args) as updates:
         url, engines = updates.server.url, lambda: [*updates.replicas("Engine").values()]
@@ -142,7 +142,7 @@ async def test_engines_go_with_the_load_to_none_and_back(tmp_path: Path) -> None
 
 
 class Crowd:
-    """Ten clients that stream and four that ask for short answers, again and again, on connections of their own."""
+    """Ten clients of streams and four of short answers. Each repeats its request, with a new connection each time."""
 
     def __init__(self, url: str) -> None:
         streams = [partial(text, url, number, 200) for number in range(10)]
@@ -172,7 +172,7 @@ class Crowd:
                 self.wrong.append(f"client {number}, {took_s:.1f} s: {found}")
 
     async def see(self, update: Callable[[], None]) -> None:
-        """Carry out an update; all that was asked before its end has been answered when this returns."""
+        """Apply an update. Returns after every client has an answer to a request that may have begun after it."""
         await asyncio.to_thread(update)
         before = self.answers.copy()
         while not self.wrong and any(self.answers[n] == before[n] for n in range(len(self._asks))):  # noqa: ASYNC110
@@ -181,7 +181,7 @@ class Crowd:
 
 
 async def test_ten_updates_in_turn_change_no_text_and_cut_no_stream(tmp_path: Path) -> None:
-    """A stream that takes longer than the grace may end with ``shutting_down``, no other."""
+    """Only streams that take longer than the grace period may end with ``shutting_down``."""
     ingress = {"replicas": 2, "shutdown_grace_s": GRACE_S}
     with updated_server(tmp_path / "serve.yaml", engines=1, ingress=ingress) as updates:
 

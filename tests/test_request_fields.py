@@ -1,4 +1,4 @@
-"""What fields of a request promise, through HTTP with the embedded model; transformers says what is right."""
+"""The effects of request fields, over HTTP with the embedded model. transformers provides the expected values."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ PROMPT = "The scheduler decides what runs next, and the worker runs it. " * 8
 WHOLE = {"return_token_ids": True, "ignore_eos": True}
 TEXT: dict[str, Any] = {"model": "embedded", "prompt": PROMPT, "max_tokens": 6} | WHOLE
 CHAT: dict[str, Any] = {"model": "embedded", "max_tokens": 12, "temperature": 0, "return_token_ids": True}
-# Whatever moves the draw: raw log-probabilities are those before all of it.
+# Fields that change the drawing. Raw log-probabilities are those before all these changes.
 MOVED: dict[str, Any] = {
     "temperature": 0.6, "top_p": 0.7, "top_k": 9, "min_p": 0.02, "presence_penalty": 0.7, "frequency_penalty": 0.4,
     "repetition_penalty": 1.3, "logit_bias": {"300": 6, "301": -20}, "seed": 3,
@@ -53,7 +53,7 @@ def metric(api: httpx.Client, name: str) -> float:
 
 
 def computed(api: httpx.Client) -> float:
-    """Prompt tokens that went through the model so far."""
+    """The number of prompt tokens computed so far."""
     return metric(api, "vllm:prefix_cache_queries_total") - metric(api, "vllm:prefix_cache_hits_total")
 
 
@@ -63,7 +63,7 @@ def drawn(answer: dict[str, Any]) -> list[list[int]]:
 
 @torch.inference_mode()
 def raw_logprobs(token_ids: list[int]) -> torch.Tensor:
-    """[len(token_ids), vocabulary]: of what follows each token."""
+    """[len(token_ids), vocabulary]: log-probabilities of the token after each token."""
     model = AutoModelForCausalLM.from_pretrained(EMBEDDED, dtype=torch.float32).eval()
     logits: torch.Tensor = model(torch.tensor([token_ids])).logits[0]
     return logits.log_softmax(-1)
@@ -74,7 +74,7 @@ def test_128_sequences_share_one_prefill_and_come_again_by_their_seed(api: httpx
     before, prompts = computed(api), metric(api, "vllm:prompt_tokens_total")
     first = post(api, "/v1/completions", body)
     length = len(first["choices"][0]["prompt_token_ids"])
-    tail = length - (length - 1) // BLOCK * BLOCK  # tokens outside whole blocks that are not the prompt's last
+    tail = length - (length - 1) // BLOCK * BLOCK  # tokens after the last whole block that may come from the cache
     assert length > 6 * BLOCK
     assert computed(api) - before == length + 127 * tail
     assert metric(api, "vllm:prompt_tokens_total") - prompts == first["usage"]["prompt_tokens"] == length
@@ -91,7 +91,7 @@ def test_logprobs_are_raw_for_echoed_prompts_and_answers_cold_and_warm(
     api: httpx.Client, tokenizer: Any, moved: dict[str, Any]
 ) -> None:
     (prompt,) = random_prompts(1, 3000, longest=10, shared=90, seed=len(moved))
-    prompt = tokenizer.encode(tokenizer.decode(prompt), add_special_tokens=False)  # as a text would come
+    prompt = tokenizer.encode(tokenizer.decode(prompt), add_special_tokens=False)  # token ids as a text would give them
     body = TEXT | moved | {"prompt": prompt, "echo": True, "logprobs": 4, "prompt_logprobs": 3}
     cold = post(api, "/v1/completions", body)
     for _ in range(2):
@@ -126,13 +126,13 @@ def check_by_id(entries: dict[str, Any], wanted: torch.Tensor, own: int) -> None
 @pytest.mark.parametrize("moved", [{}, MOVED], ids=["greedy", "moved"])
 def test_chat_logprobs_are_raw_and_their_bytes_join_to_the_text(api: httpx.Client, moved: dict[str, Any]) -> None:
     messages = [{"role": "user", "content": "Repeat: naïve – café 漢字 🙂"}]
-    bias = {"logit_bias": {str(token): 5 for token in range(8, 200)}}  # single bytes, so that characters come in parts
+    bias = {"logit_bias": {str(token): 5 for token in range(8, 200)}}  # single bytes, so characters are split
     body = CHAT | {"messages": messages, "max_tokens": 24, "logprobs": True, "top_logprobs": 5} | bias | moved
     answer = post(api, "/v1/chat/completions", body)
     (choice,) = answer["choices"]
     wanted = raw_logprobs(answer["prompt_token_ids"] + choice["token_ids"])[len(answer["prompt_token_ids"]) - 1 :]
     entries = choice["logprobs"]["content"]
-    shown = entries[:-1] if choice["finish_reason"] == "stop" else entries  # the end of turn is described, not shown
+    shown = entries[:-1] if choice["finish_reason"] == "stop" else entries  # the end of turn has no text
     raw = b"".join(bytes(entry["bytes"]) for entry in shown)
     assert raw.decode(errors="replace") == choice["message"]["content"]
     assert len(entries) == len(choice["token_ids"]) == answer["usage"]["completion_tokens"]
@@ -146,7 +146,7 @@ def test_chat_logprobs_are_raw_and_their_bytes_join_to_the_text(api: httpx.Clien
 
 @pytest.mark.parametrize("moved", [{}, MOVED], ids=["greedy", "moved"])
 def test_chosen_tokens_are_described_whatever_their_rank(api: httpx.Client, moved: dict[str, Any]) -> None:
-    """Beside a request that asks for the most likely ones, in the same steps."""
+    """At the same time another request asks for the most likely tokens, in the same steps."""
     chosen = [2500, 7, 300, 2999]
     prompt = random_prompts(1, 3000, longest=30, seed=4)[0]
     asked = {"prompt": prompt, "logprobs": 1, "logprob_token_ids": chosen, "return_tokens_as_token_ids": True}
@@ -241,7 +241,7 @@ def served_with(tmp_path: Path, **generation: Any) -> EmbeddedServer:
 def test_the_checkpoints_wishes_hold_until_the_user_has_others(
     tmp_path: Path, tokenizer: Any, greedy_by: dict[str, Any], user: dict[str, Any]
 ) -> None:
-    """A wish that makes answers greedy is seen by transformers' tokens; so are a penalty and a length."""
+    """Compares with transformers' tokens: a default that makes answers greedy, a penalty, and a length."""
     (prompt,) = random_prompts(1, 3000, longest=40, seed=1)
     body = {"model": "embedded", "prompt": prompt, "return_token_ids": True, "ignore_eos": True, "seed": 5}
     plain, penalized = greedy(EMBEDDED, [prompt], 12)[0], penalized_greedy(prompt, 9, 1.7)
@@ -257,7 +257,7 @@ def test_the_checkpoints_wishes_hold_until_the_user_has_others(
         assert len(drawn(post(api, "/v1/completions", body | {"min_tokens": 11}))[0]) == 11
         check_length_of_chat(api)
         full = body | {"prompt": (prompt * 30)[:155]}
-        assert len(drawn(post(api, "/v1/completions", full))[0]) == 5, "a default gives way where there is less room"
+        assert len(drawn(post(api, "/v1/completions", full))[0]) == 5, "a default is cut to the room"
 
 
 def check_length_of_chat(api: httpx.Client) -> None:

@@ -1,4 +1,4 @@
-"""The modules that a chat body passes on its way to an engine are those that docs/request_path.md lists."""
+"""A chat request passes through the modules that docs/request_path.md lists, until it reaches an engine."""
 
 from __future__ import annotations
 
@@ -19,10 +19,10 @@ from tests.frontend.played_engine import PlayedEngine
 from tests.ingress.harness import client_of
 
 PAGE = Path(__file__).parent.parent / "docs" / "request_path.md"
-# What every package stands on (data, errors, threads), and what the body has behind it when the way begins.
+# Modules that all packages use (data, errors, threads), and modules that a request has passed before its body is read.
 FLOOR = {"raylm." + name for name in ("config", "params", "messages", "errors", "metrics", "lazy", "frontend.threads")}
 BEFORE = {"raylm.ingress.http." + name for name in ("middleware", "heap", "errors", "exchange", "hosts")}
-# The answer's side and the accounts, opened before the engine knows of the request; they see nothing of the body.
+# Modules of the answer and of accounting, which start before the engine gets the request. They do not read the body.
 ANSWER = {
     "raylm.ingress.openai.choices",
     "raylm.ingress.openai.outputs",
@@ -38,7 +38,7 @@ BODY = {"model": "embedded", "messages": [{"role": "user", "content": "Hi"}], "m
 
 
 class NotedEngine(PlayedEngine):
-    """Notes the modules of raylm in which a Python function runs, in any thread, until a request is added."""
+    """Records the modules of raylm whose Python functions run, in any thread, until a request is added."""
 
     def __init__(self) -> None:
         super().__init__("noted", max_model_len=2048, vocab_size=6142)
@@ -65,7 +65,7 @@ class NotedEngine(PlayedEngine):
 async def test_a_chat_body_passes_few_modules(stream: bool) -> None:
     llm, engine = AsyncLLM(Config()), NotedEngine()
     llm.add_engine(engine)
-    await asyncio.sleep(0)  # the engine's stream is read from now on, which is no part of the way
+    await asyncio.sleep(0)  # the task that reads the engine's stream starts now, because it is not part of the path
     async with client_of(build_asgi_app(llm, Config())) as client:
         await client.get("/health")  # builds the app's middleware
         engine.listen()
@@ -78,7 +78,7 @@ async def test_a_chat_body_passes_few_modules(stream: bool) -> None:
     way = [module for module in engine.passed if module not in FLOOR | BEFORE | ANSWER | STREAM]
     listed = re.findall(r"^\d+\. `(raylm\.[a-z_.]+)`: .", page, re.MULTILINE)
     assert {*re.findall(r"^- `(raylm\.[a-z_.]+)`: .", page, re.MULTILINE)} == ANSWER | STREAM
-    if stream:  # whose id is asked for first
+    if stream:  # a stream gets its id first
         assert sorted(way) == sorted(listed)
         assert {*engine.passed} >= STREAM
     else:

@@ -1,4 +1,4 @@
-"""A model that others trained, SmolLM2-135M-Instruct: RayLM beside transformers on the same weights."""
+"""SmolLM2-135M-Instruct, a model trained by others: RayLM and transformers with the same weights."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ PROMPTS = [
 
 @pytest.fixture(scope="module")
 def theirs() -> Any:
-    """transformers' model of the file, which it dequantizes to float32 by its own code."""
+    """transformers' model of the file, dequantized to float32 by transformers."""
     file = Path(str(resolve("smollm2")))
     model = transformers.AutoModelForCausalLM.from_pretrained(file.parent, gguf_file=file.name, dtype=torch.float32)
     return model.eval()
@@ -42,14 +42,14 @@ def theirs() -> Any:
 
 @pytest.fixture(scope="module")
 def ours() -> Iterator[LLM]:
-    """With dequantized weights, in float32."""
+    """RayLM's model with dequantized weights, in float32."""
     with LLM("smollm2", dtype="float32", quantization="none", device="cpu", num_blocks=1024, max_num_seqs=64) as llm:
         yield llm
 
 
 @pytest.fixture(scope="module")
 def prompts() -> list[list[int]]:
-    """64 conversations, rendered by transformers' template code."""
+    """64 conversations, rendered by transformers."""
     path = resolve("smollm2").path
     tokenizer = transformers.PreTrainedTokenizerFast.from_pretrained(path)
     inner = Tokenizer.from_file(str(path / "tokenizer.json"))

@@ -1,4 +1,4 @@
-"""`make software` says what is missing, installs it where it may, and fails where something is missing still."""
+"""`make software` lists missing programs, installs them if it can, and fails if one is still missing."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ NAMES = ("chromium", "prometheus", "pg_ctlcluster", "redis-server")
 
 @pytest.fixture
 def programs(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    """The only folder in which programs are found."""
+    """The only folder in PATH."""
     monkeypatch.setenv("PATH", str(tmp_path))
     return tmp_path
 
@@ -33,7 +33,7 @@ def test_all_is_there(programs: Path) -> None:
 def test_what_is_missing_and_cannot_be_installed_is_named(
     user: int, programs: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """Who is not root may not, and root may have no apt-get."""
+    """A user without root rights may not install, and root may have no apt-get."""
     monkeypatch.setattr("os.geteuid", lambda: user)
     for name in ("chromium", "pg_ctlcluster", "redis-server"):
         put(programs, name)

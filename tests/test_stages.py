@@ -1,4 +1,4 @@
-"""The lines of every process: the same fields as text and as JSON, and nothing of what an error of a request says."""
+"""Log lines of every process: the same fields as text and as JSON, without the content of a failed request."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from raylm.stages import LogSource, about, configure_logs, parse, report
 
 logger = logging.getLogger("raylm.frontend")
 FIELDS = ["ts", "level", "process", "application", "engine", "request_id", "event", "message"]
-PLANTED = "-".join(("planted", "prompt"))  # so that no line of this file has it
+PLANTED = "-".join(("planted", "prompt"))  # so that no line of this file contains it
 CORE = LogSource("engine core", "app", "e1")
 
 
@@ -26,7 +26,7 @@ def _as_it_was() -> Iterator[None]:
 
 
 def told(capsys: pytest.CaptureFixture[str]) -> dict[str, Any]:
-    """The one line that was written."""
+    """The only line of output."""
     (line,) = capsys.readouterr().out.splitlines()
     found: dict[str, Any] = json.loads(line)
     return found

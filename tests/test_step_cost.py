@@ -1,4 +1,4 @@
-"""StepCost against the curve that the steps were drawn from: few steps, disturbed ones, changes, and sizes not seen."""
+"""StepCost against the curve that generated the steps: few steps, disturbed steps, changes, and unknown sizes."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from raylm.step_cost import StepCost
 
 
 def line(tokens: int) -> float:
-    """A step that reads weights for 20 ms, and computes 1 ms a token beside it."""
+    """Seconds of a step that reads weights for 20 ms and computes 1 ms for each token."""
     return 0.020 + 0.001 * tokens
 
 

@@ -1,4 +1,4 @@
-"""Forms of answers in the offline engine: preempted, with draft tokens, and refused."""
+"""Structured outputs in the offline engine: with preemption, with draft tokens, and refused."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from raylm.worker.sampling.grammars import AnswerMatcher
 
 
 def test_preemption_and_speculation_change_nothing() -> None:
-    """A pool too small for all, chunks, and guesses: the same tokens as with room for everything."""
+    """A pool too small for all sequences, chunks and drafts give the same tokens as a large pool."""
     schema = {
         "type": "object",
         "properties": {"a": {"type": "array", "items": {"enum": [1, 22]}, "minItems": 30, "maxItems": 40}},
@@ -46,7 +46,7 @@ def test_preemption_and_speculation_change_nothing() -> None:
 
 
 def test_late_masks_change_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Rows that sit steps out, are preempted, are drawn beside rows with guesses: tokens and logprobs are the same."""
+    """Rows skip steps, are preempted, and are drawn beside rows with drafts. Tokens and logprobs stay the same."""
     form = StructuredOutputs(regex="([ab]{2,5} )+[xyz]+")
     params = [
         SamplingParams(

@@ -1,4 +1,4 @@
-"""Forms of answers, tools and thoughts through the whole server on the embedded model, and by the official client."""
+"""Structured outputs, tools and reasoning through the whole server with the embedded model, and the official client."""
 
 from __future__ import annotations
 
@@ -52,7 +52,7 @@ async def test_answers_have_the_form_that_was_asked_for(client: httpx.AsyncClien
     found, faults = await grade(client, MODEL, kind, 40)
     assert faults == []
     assert found["right"] == 40 - found["cut"]
-    assert kind == "json_object" or not found["cut"]  # any object may be of any length
+    assert kind == "json_object" or not found["cut"]  # json_object allows objects of any length
 
 
 async def test_without_the_form_nearly_all_are_found_wrong(client: httpx.AsyncClient) -> None:
@@ -151,7 +151,7 @@ async def test_parse_calls_into_a_model(api: openai.AsyncOpenAI) -> None:
 
 
 async def test_a_whole_round_trip_with_tools(api: openai.AsyncOpenAI) -> None:
-    """The model was trained for this: it calls by itself, and tells what the tool said."""
+    """The model was trained for this: it calls the tool by itself, and reports the tool's result."""
     tools: Any = [WEATHER]
     called = await api.chat.completions.create(model=MODEL, messages=ASK, tools=tools, temperature=0)
     assert called.choices[0].finish_reason == "tool_calls"

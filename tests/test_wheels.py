@@ -1,4 +1,4 @@
-"""Distributions: what is in the sdist and in a wheel, and a wheel that serves where there is no compiler."""
+"""Distributions: the content of the sdist and of a wheel, and serving from a wheel without a compiler."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ from raylm.version import VERSION
 from tests.serving import Server, chat, free_port, serve_file
 
 ROOT = Path(__file__).parents[1]
-ARCHITECTURES = {"x86_64": "Advanced Micro Devices X86-64", "aarch64": "AArch64"}  # as readelf names them
+ARCHITECTURES = {"x86_64": "Advanced Micro Devices X86-64", "aarch64": "AArch64"}  # names in readelf's output
 X86 = [
     "raylm-avx2", "raylm-avx512", "raylm-avx512-bf16", "raylm-cpu-plain", "raylm-drafts-plain", "raylm-plain",
 ]  # fmt: skip
@@ -65,7 +65,7 @@ def test_the_sdist_has_the_sources_and_no_library(sdist: Path) -> None:
 
 
 def test_what_a_wheel_has(sdist: Path, tmp_path: Path) -> None:
-    """The whole build but for the kernels: empty libraries in their place."""
+    """Builds the whole wheel except the kernels: empty libraries replace them."""
     libraries = [empty_library(tmp_path, f"{stem}-0123456789abcdef.so") for stem in X86]
     built = wheels.audited(wheels.wheel(sdist, "x86_64", libraries, tmp_path / "raw"), "x86_64", tmp_path / "dist")
     assert built.name.startswith(f"raylm-{VERSION}-py3-none-manylinux")
@@ -102,7 +102,7 @@ def test_every_file_has_the_same_version() -> None:
 
 
 def test_the_release_makes_these_distributions() -> None:
-    """A tag releases what ``make wheel`` makes, if it is the tag of this version."""
+    """A tag of this version releases the distributions of ``make wheel``."""
     text = (ROOT / ".github" / "workflows" / "release.yml").read_text()
     release = yaml.safe_load(text)
     assert release[True] == {"push": {"tags": ["v*"]}}  # YAML 1.1 reads "on" as true
@@ -131,7 +131,7 @@ def built(sdist: Path, tmp_path_factory: pytest.TempPathFactory) -> dict[str, Pa
 
 @pytest.fixture(scope="module")
 def installed(built: dict[str, Path], tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A virtual environment with the x86-64 wheel, and with the packages of this one but for RayLM."""
+    """A virtual environment with the x86-64 wheel, and with this environment's packages except RayLM."""
     place = tmp_path_factory.mktemp("installed")
     venv.create(place, with_pip=True)
     python = place / "bin" / "python"
@@ -140,12 +140,12 @@ def installed(built: dict[str, Path], tmp_path_factory: pytest.TempPathFactory) 
     ask = "import sysconfig; print(sysconfig.get_path('purelib'))"
     packages = subprocess.run([python, "-c", ask], capture_output=True, text=True, check=True).stdout.strip()
     mine = subprocess.run([sys.executable, "-c", ask], capture_output=True, text=True, check=True).stdout.strip()
-    Path(packages, "others.pth").write_text(mine)  # files like this one in there are not read: no RayLM comes with it
+    Path(packages, "others.pth").write_text(mine)  # its own .pth files are not read: no RayLM
     return place
 
 
 def without_a_compiler(place: Path, home: Path) -> dict[str, str]:
-    """An environment in which the programs of ``place`` are all that is found, with an empty home."""
+    """Environment variables with only ``place`` in PATH, and with an empty home."""
     return {"PATH": str(place / "bin"), "HOME": str(home), "HF_HUB_OFFLINE": "1"}
 
 
@@ -185,7 +185,7 @@ torch.save({"logits": found, "library": str(runtime.build(instructions))}, sys.a
 
 
 def logits(python: Path, folder: Path, environment: dict[str, str]) -> dict[str, Any]:
-    """The embedded model's by each instruction set that this machine has, and the path of the last library."""
+    """The embedded model's logits by each instruction set of this machine, and the path of the last library."""
     (folder / "tests").symlink_to(ROOT / "tests")
     names = [name for name in INSTRUCTION_SETS if offered(name)]
     command = [python, "-c", COMPUTE, folder / "logits", *names]
@@ -241,7 +241,7 @@ for name in sys.argv[1:]:
 @pytest.mark.skipif(shutil.which("qemu-x86_64") is None, reason="qemu-user is not installed")
 @pytest.mark.parametrize(("processor", "chosen"), [("Haswell-v4", "avx2"), ("Westmere-v2", "plain")])
 def test_an_emulated_processor(installed: Path, tmp_path: Path, processor: str, chosen: str) -> None:
-    """qemu has AVX2, and of AVX-512 nothing. /proc/cpuinfo shows this machine's processor to its programs."""
+    """qemu emulates AVX2, but no part of AVX-512. /proc/cpuinfo shows the host's processor to its programs."""
     command = ["qemu-x86_64", "-cpu", processor, installed / "bin" / "python", "-c", PROVE, chosen, "plain", "avx512"]
     environment = without_a_compiler(installed, tmp_path) | {"PATH": os.environ["PATH"]}
     done = subprocess.run(command, capture_output=True, text=True, check=False, cwd=tmp_path, env=environment)

@@ -1,4 +1,4 @@
-"""A served file that changes while it is served, as by `serve deploy`, and what Serve says of its replicas."""
+"""A served file that changes while it is served, as with `serve deploy`, and the states of the replicas in Serve."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ LIMIT_S = 180
 
 
 class Updates:
-    """Of one application, on the Ray of a server that was started with its file."""
+    """Updates of one application, through the Ray of a server that was started with its file."""
 
     def __init__(self, server: Server, tree: dict[str, Any]) -> None:
         self.server = server
@@ -33,13 +33,13 @@ class Updates:
         return entry
 
     def deploy(self) -> None:
-        """Hand over the tree as it is now; returns at once."""
+        """Deploy the tree in its current state. Returns immediately."""
         from ray.serve.schema import ServeDeploySchema  # Ray Serve warns when it is imported
 
         ray_private.deploy_file(ServeDeploySchema.model_validate(self.tree))
 
     def replicas(self, deployment: str) -> dict[str, str]:
-        """States by id."""
+        """The states of a deployment's replicas, by id."""
         found = ray_private.serve_details()
         assert found is not None
         deployments = found["applications"]["default"]["deployments"]
@@ -52,24 +52,24 @@ class Updates:
         return _plain(found["applications"]["default"]["status"])
 
     def set_engines(self, number: int) -> None:
-        """Change their number alone, and wait until so many are there and none else."""
+        """Change only the number of engines, and wait until exactly that many run."""
         self.set_replicas(number)
 
     def set_replicas(self, number: int, deployment: str = "Engine", **numbers: int) -> None:
-        """As ``set_engines``; ``numbers`` are those of other deployments, which stay as they are."""
+        """Like ``set_engines``, for any deployment. ``numbers`` are the unchanged numbers of other deployments."""
         self.ask_for_replicas(number, deployment, **numbers)
         self.wait(
             lambda: [*self.replicas(deployment).values()] == ["RUNNING"] * number, f"has not {number} of {deployment}"
         )
 
     def ask_for_replicas(self, number: int, deployment: str = "Engine", **numbers: int) -> None:
-        """As ``set_replicas``, without waiting."""
+        """Like ``set_replicas``, without waiting."""
         wanted = {deployment: number} | numbers
         self.application["deployments"] = [{"name": name, "num_replicas": n} for name, n in wanted.items()]
         self.deploy()
 
     def update(self, **args: Any) -> None:
-        """Change args of the application, and wait until only new replicas are there."""
+        """Change args of the application, and wait until only new replicas run."""
         before = {name: self.replicas(name).keys() for name in ("Engine", "Ingress")}
         self.application["args"] |= args
         self.deploy()
@@ -82,7 +82,7 @@ class Updates:
 
     def wait(self, condition: Callable[[], bool], complaint: str) -> None:
         deadline = time.monotonic() + LIMIT_S
-        while ray.is_initialized() and not condition():  # a test that is given up leaves this thread behind
+        while ray.is_initialized() and not condition():  # an abandoned test leaves this thread running
             if time.monotonic() > deadline:
                 found = {name: self.replicas(name) for name in ("Engine", "Ingress")}
                 raise AssertionError(f"it {complaint}: {found}\n{self.server.log.read_text()}")
@@ -91,7 +91,7 @@ class Updates:
 
 @contextmanager
 def updated_server(path: Path, engines: int = 1, **args: Any) -> Iterator[Updates]:
-    """A server of the embedded model that was deployed from a file, and this process on its Ray."""
+    """A server of the embedded model, started from a file, with this process connected to its Ray."""
     port = free_port()
     serve_file(path, port, ARGS | args)
     tree = yaml.safe_load(path.read_text())
@@ -101,7 +101,7 @@ def updated_server(path: Path, engines: int = 1, **args: Any) -> Iterator[Update
         tree["applications"][0]["deployments"] = [{"name": "Ingress", "max_ongoing_requests": 8192}]
     path.write_text(yaml.safe_dump(tree))
     with pytest.MonkeyPatch.context() as environment:
-        environment.setenv("RAY_AUTH_MODE", "disabled")  # of the server; this process has none either
+        environment.setenv("RAY_AUTH_MODE", "disabled")  # neither the server nor this process uses a token
         server = Server(path, port)
     with server:
         line = re.search(r"RAY_ADDRESS=(\S+)", server.log.read_text())
@@ -112,10 +112,10 @@ def updated_server(path: Path, engines: int = 1, **args: Any) -> Iterator[Update
         finally:
             from ray.serve.context import _set_global_client
 
-            _set_global_client(None)  # else it would be used on the next Ray too
+            _set_global_client(None)  # otherwise the client would be used for the next Ray too
             ray.shutdown()
 
 
 def _plain(state: Any) -> str:
-    """The value of an enum of Serve's."""
+    """The value of one of Serve's enums."""
     return str(getattr(state, "value", state))

@@ -1,8 +1,8 @@
-"""Counts the code on four ways of a request: ``python -m tests.ways`` prints a report, which fails nobody.
+"""Counts the code on four paths of a request: ``python -m tests.ways`` prints a report.
 
-For each way: modules, functions, calls, and moves from one module to another. One process runs the HTTP app, AsyncLLM
-and a real EngineCore over a worker that is a function, so Ray, the processes between nodes and the model are not
-counted. A way ends at the function that is named for it.
+For each path: modules, functions, calls, and moves from one module to another. One process runs the HTTP app, AsyncLLM
+and a real EngineCore with a worker that is a function. So Ray, connections between nodes and the model are not counted.
+A path ends at the function that is named for it.
 """
 
 from __future__ import annotations
@@ -30,14 +30,14 @@ from tests.ingress.test_real_llm import CHAT, CONFIG, MODEL, Stack, running_stac
 Call = tuple[str, str]  # the module, without "raylm.", and the qualified name of a function
 STREAMED: dict[str, Any] = CHAT | {"stream": True, "ignore_eos": True}
 INTERRUPTS = ("Request.interrupt", "Request.hang_up")
-DATA = ("raylm.messages", "raylm.step_cost")  # their calls count for the module that makes them
+DATA = ("raylm.messages", "raylm.step_cost")  # calls of these modules count for the calling module
 LOSSES = ("Router._lose", "Router.lose")
-EVENTS = 24  # of a steady stream
+EVENTS = 24  # events of a stream that is already running
 
 
 @dataclass
 class Listener:
-    """Notes each call of a Python function of raylm, in every thread, up to the call of ``last``."""
+    """Records each call of a Python function of raylm, in every thread, until ``last`` is called."""
 
     last: str = ""
     calls: list[Call] = field(default_factory=list)
@@ -63,7 +63,7 @@ class Listener:
             self.ended = function == self.last
 
     def since(self, functions: Iterable[str]) -> list[Call]:
-        """The calls from the last one of ``functions`` on."""
+        """The calls from the last call of one of ``functions`` on."""
         wanted = {*functions}
         return self.calls[max(i for i, (_, function) in enumerate(self.calls) if function in wanted) :]
 
@@ -74,7 +74,7 @@ def front_end(calls: Sequence[Call]) -> list[Call]:
 
 
 def report(way: str, calls: Sequence[Call], events: int = 1, listed: bool = True) -> str:
-    """One way's figures, for each of ``events``, and the modules in their order."""
+    """The figures of one path, divided by ``events``, and its modules in order."""
     modules = list(dict.fromkeys(module for module, _ in calls))
     moves = sum(before != after for (before, _), (after, _) in pairwise(calls))
     figures = f"{len(modules)} modules, {len({*calls})} functions"
@@ -90,7 +90,7 @@ async def body_to_scheduler(client: httpx.AsyncClient, body: dict[str, Any]) -> 
 
 
 async def tokens_to_events(client: httpx.AsyncClient) -> list[Call]:
-    """``EVENTS`` events of one stream in its steady state, one token each, with the engine's steps."""
+    """``EVENTS`` events of one running stream, one token each, with the engine's steps."""
     seen = 0
     with Listener() as listener:
         async for _ in _data(client, STREAMED | {"max_tokens": 60}):
@@ -103,7 +103,7 @@ async def tokens_to_events(client: httpx.AsyncClient) -> list[Call]:
 
 
 async def abort(client: httpx.AsyncClient) -> list[Call]:
-    """A client hangs up: from the interrupt of its request to ``Scheduler._abort``, without the engine's steps."""
+    """A client disconnects: from the interrupt of its request to ``Scheduler._abort``, without the engine's steps."""
     begun = asyncio.Event()
 
     async def read() -> None:
@@ -119,7 +119,7 @@ async def abort(client: httpx.AsyncClient) -> list[Call]:
 
 
 async def replay(client: httpx.AsyncClient, stack: Stack) -> list[Call]:
-    """An engine is lost under a stream: from the loss to ``Scheduler.add`` of the next engine."""
+    """An engine is lost during a stream: from the loss to ``Scheduler.add`` of the next engine."""
     begun = asyncio.Event()
 
     async def read() -> None:
@@ -164,7 +164,7 @@ async def main() -> None:
         served(stack.app) as url,
         httpx.AsyncClient(base_url=url, timeout=300) as client,
     ):
-        (await client.post("/v1/chat/completions", json=CHAT)).raise_for_status()  # what is made once is made
+        (await client.post("/v1/chat/completions", json=CHAT)).raise_for_status()  # one-time objects are made
         for name, body in {"whole": CHAT, "streamed": STREAMED}.items():
             print(report(f"body to Scheduler.add, {name}", await body_to_scheduler(client, body)))
         calls = await tokens_to_events(client)
