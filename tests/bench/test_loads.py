@@ -1,4 +1,4 @@
-"""Loads against a server that counts words: what was asked, when, how it failed, and what is written down of it."""
+"""Loads against a server that counts words: the requests, their times, errors, and the recorded figures."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ def figures(path: Path) -> list[dict[str, Any]]:
 
 
 def prompts(bodies: list[dict[str, Any]]) -> list[str]:
-    """Of the loads, behind the warm-up."""
+    """The prompts of the loads, without the warm-up."""
     return [body["prompt"] if "prompt" in body else body["messages"][-1]["content"] for body in bodies[4:]]
 
 
@@ -47,7 +47,7 @@ def test_a_closed_loop_keeps_so_many_open_and_tokens_are_the_servers(tmp_path: P
     assert json.loads(out.read_text())["settings"]["model"] == "fake"
     assert server.most_open == 4
     assert (one["load"], four["load"]) == ("concurrency 1", "concurrency 4")
-    # 128 tokens are asked for; with what the server counts around them, that is as near as whole words come.
+    # The load asks for 128 tokens. With the tokens that the server adds, whole words come this close.
     words = {len(prompt.split()) for prompt in prompts(server.bodies)}
     assert words == {round((128 - OVERHEAD) / PER_WORD)}
     assert four["prompt_tokens"] == 8 * (OVERHEAD + PER_WORD * words.pop())
@@ -72,12 +72,12 @@ def test_errors_are_counted_by_kind_and_the_status_tells(tmp_path: Path) -> None
         said = run(server.url, "--concurrency", "1", "--requests", "9", "--json", str(out), status=1)
     (found,) = figures(out)
     assert found["errors"] == {"429": 2, "503": 1, "stream": 2, "cut off": 1, "length": 1, "usage": 1}
-    assert found["output_tokens"] == 64  # of the one that is good
+    assert found["output_tokens"] == 64  # tokens of the one good answer
     assert "429 refused with 429" in said
 
 
 def test_an_open_loop_sends_at_its_times_whatever_is_open(tmp_path: Path) -> None:
-    """No answer ends before all 40 are open; all are recorded."""
+    """No answer ends before all 40 are open, and all requests are recorded."""
     record = tmp_path / "asked.jsonl"
     with OpenAIServer(open_first=40) as server:
         run(server.url, "--rate", "200", "--requests", "40", "--output-tokens", "4", "--record", str(record))
@@ -86,7 +86,7 @@ def test_an_open_loop_sends_at_its_times_whatever_is_open(tmp_path: Path) -> Non
 
 
 def test_an_open_loop_is_never_early_and_says_how_late_it_was(monkeypatch: pytest.MonkeyPatch) -> None:
-    """In virtual time, where each request takes an hour, and the loop is held up for a second before the eighth."""
+    """In virtual time each request takes an hour, and the loop stalls for a second before the eighth request."""
     times, sent = poisson(200, 40, 0), list[float]()
 
     async def ask(number: int) -> int:
@@ -114,7 +114,10 @@ def test_an_open_loop_is_never_early_and_says_how_late_it_was(monkeypatch: pytes
 
 
 def test_a_turn_of_a_session_is_sent_after_the_answer_before_it(tmp_path: Path) -> None:
-    """Without sessions all are open at once; with two sessions two are, although the trace's times say otherwise."""
+    """Without sessions all requests are open at once.
+
+    With two sessions only two are, whatever the trace's times say.
+    """
     trace, record = tmp_path / "trace.jsonl", tmp_path / "asked.jsonl"
     lines = [{"arrival": 0.0, "prompt_tokens": 40, "output_tokens": 4} for _ in range(8)]
     trace.write_text("\n".join(map(json.dumps, lines)))
@@ -195,7 +198,7 @@ def test_goodput_counts_what_keeps_both_targets() -> None:
     def answer(ttft: float, last: float) -> tuple[Question, Answer]:
         return Question(("a",), 11), Answer(ttft=ttft, last=last, total=last, tokens=11, chunks=11, prompt_tokens=1)
 
-    asked = [answer(0.1, 0.6), answer(0.5, 1.0), answer(0.1, 1.2)]  # good; late; slow
+    asked = [answer(0.1, 0.6), answer(0.5, 1.0), answer(0.1, 1.2)]  # good, late, slow
     found = LoadResult("", 2.0, [*asked, (Question(("a",), 1), Answer(kind="429", error="429"))]).figures(
         Targets(200, 60)
     )
