@@ -1,4 +1,4 @@
-"""The board of policies on traces: cells are kept and left out later, terms are taken out and return."""
+"""The board of policies on traces: finished cells are kept and skipped later, terms are removed and restored."""
 
 from __future__ import annotations
 
@@ -45,7 +45,7 @@ def test_cells_are_kept_one_by_one_and_only_missing_ones_are_simulated(
     full, ours, others = found.values()
     assert ours["speed"] == others["speed"]
     whole = out.read_text()
-    out.write_text("".join(whole.splitlines(keepends=True)[:-2]))  # ended within the third cell
+    out.write_text("".join(whole.splitlines(keepends=True)[:-2]))  # as if interrupted in the third cell
     monkeypatch.setattr(board, "capacity", lambda cell, lines: pytest.fail("it is known"))
     again = filled(monkeypatch, trace, out, *words)
     assert list(again) == list(found)
@@ -63,8 +63,8 @@ def test_a_load_is_a_share_of_the_measured_capacity() -> None:
     given = lines(600)
     most = board.capacity(cell, given)
     slow, fast = (board.run(cell, given, share * 2 * most / board.rate(given)).end_s for share in (0.5, 2.0))
-    assert slow == pytest.approx(600 / most, rel=0.05), "half the capacity of two engines: the end of the arrivals"
-    assert fast == pytest.approx(300 / most, rel=0.25), "twice the capacity: as fast as the engines can"
+    assert slow == pytest.approx(600 / most, rel=0.05), "half the capacity: arrivals determine the end"
+    assert fast == pytest.approx(300 / most, rel=0.25), "twice the capacity: engines determine the end"
 
 
 def test_sessions_are_whole_but_for_their_later_turns() -> None:
@@ -94,7 +94,7 @@ def test_a_term_is_taken_out_for_a_while(name: str) -> None:
 
 
 def test_without_a_term_choices_differ() -> None:
-    """For a few terms, a load for which each decides."""
+    """Loads in which one term each changes the choices."""
     shared = [
         TraceLine(arrival=0.02 * n, prompt_tokens=2100, output_tokens=30, blocks=(n // 6,), block_size=2048)
         for n in range(120)
@@ -105,7 +105,7 @@ def test_without_a_term_choices_differ() -> None:
         with without(name):
             return [one.engine for one in simulate(fleet, Replay(Trace(shared, 16)), 1).served]
 
-    usual = engines("no look ahead")  # of the queue, which no key needs here
+    usual = engines("no look ahead")  # a term of the queue, which needs no key in this load
     for name in ("no expected blocks", "no delay of the next", "no distance", "no rendezvous"):
         assert engines(name) != usual, name
 

@@ -1,4 +1,4 @@
-"""benchmarks/chaos.py compares what answers say, not how they came, and tells whose silence is whose."""
+"""benchmarks/chaos.py compares the content of answers, not their chunks, and assigns silences to faults."""
 
 from __future__ import annotations
 
@@ -36,11 +36,11 @@ def test_a_silence_is_of_the_fault_before_it() -> None:
     faults = [fault(10, "a", "b"), fault(19, "b", "a")]
     found = [*silences(faults, [[5, 9.5, 12, 13, 18, 25, 26], [30, 40]])]
     assert [(one.fault.at, one.begin, one.seconds) for one in found] == [(10, 18, 7), (19, 18, 7)]
-    assert [one.covered for one in found] == [False, True], "the other engine was hit before it ended"
+    assert [one.covered for one in found] == [False, True], "the other engine had a fault before its end"
     (alone,) = silences([fault(10, "a")], [[9, 11]])
-    assert not alone.covered, "there was no other"
+    assert not alone.covered, "there was no other engine"
     (late,) = silences([fault(10, "a", "b")], [[9, 11, 19, 19.5, 40]])
-    assert late.seconds == 20.5, "begun within ten seconds"
+    assert late.seconds == 20.5, "it began within ten seconds of the fault"
     (spared,) = silences([fault(10, "a", "b", "c"), fault(11, "b", "c")][:2], [[9, 10.5, 11]])
     assert spared.covered
 

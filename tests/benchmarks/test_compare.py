@@ -1,4 +1,4 @@
-"""The pure parts of the comparison: pairing and marking of samples, tables, bounds, and the parts of a step."""
+"""The pure parts of the comparison: pairs and marks of samples, tables, bounds, and the parts of a step."""
 
 from __future__ import annotations
 
@@ -90,7 +90,7 @@ def test_the_summary_is_one_line_of_json() -> None:
 
 
 def test_the_share_of_the_limit_stands_in_the_table() -> None:
-    """Each round's is of what the machine allowed just before it; their median counts."""
+    """A round's share is relative to the limit measured just before it. The table has the median of the shares."""
     taken = [
         replace(sample(OURS, n, out_tok_s=50.0, ttft_ms=400.0), bounds={"out_tok_s": bound, "ttft_ms": 100.0})
         for n, bound in enumerate((100.0, 200.0, 62.5))

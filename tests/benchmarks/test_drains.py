@@ -1,4 +1,4 @@
-"""benchmarks/drains.py counts every process that ended or began beside one engine's."""
+"""benchmarks/drains.py counts every process that ended or began, except those of one engine."""
 
 from __future__ import annotations
 

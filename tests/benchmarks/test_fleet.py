@@ -1,4 +1,4 @@
-"""The benchmarks of a simulated fleet: every policy serves everything, and what is counted."""
+"""The benchmarks of a simulated fleet: every policy serves all requests, and the figures are counted correctly."""
 
 from __future__ import annotations
 

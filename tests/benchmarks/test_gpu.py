@@ -1,4 +1,4 @@
-"""The GPU benchmark runs from end to end on a CPU, without ray; what it reckons is right."""
+"""The GPU benchmark runs from end to end on a CPU, without ray, and its calculated figures are right."""
 
 from __future__ import annotations
 
@@ -51,7 +51,7 @@ def test_it_runs_on_a_cpu_and_without_ray(tmp_path: Path) -> None:
     assert device["GB_s"] > 0
     assert (about["shape"], about["num_stages"]) == ("tiny", 3)
     assert [row["batch"] for row in (one, three)] == [1, 3]
-    # The embedding is not read; 40 tokens are 10,240 bytes of keys and values.
+    # The embedding is not read. The keys and values of 40 tokens are 10,240 bytes.
     assert one["floor_ms"] * device["GB_s"] * 1e6 == pytest.approx(2 * (one_weights() - 512 * 64) + 10_240, rel=1e-6)
     assert three["floor_ms"] - one["floor_ms"] == pytest.approx(2 * 10_240 / device["GB_s"] / 1e6, rel=1e-6)
     assert one["share"] == pytest.approx(one["floor_ms"] / one["eager_ms"])
@@ -61,12 +61,12 @@ def test_it_runs_on_a_cpu_and_without_ray(tmp_path: Path) -> None:
     assert (offline["requests"], offline["engine"], offline["wrong"]) == (5, "raylm", 0)
     assert [row["batch"] for row in theirs] == [1, 3]
     assert all("transformers_ms" in row for row in theirs)
-    assert vllm["left_out"] == "vllm is not installed"  # nor is it by `make test`
+    assert vllm["left_out"] == "vllm is not installed"  # `make test` does not install it either
     assert all(row[f"{name}_ms"] > 0 for row in (one, three) for name in ("sampled", "top_p", "penalties", "logprobs"))
 
 
 def one_weights() -> int:
-    """Of the tiny shape: embedding and head, two layers of attention, MLP and norms, the last norm."""
+    """The number of weights of the tiny shape: embedding and head, two layers with norms, and the last norm."""
     layer = 64 * (64 + 32 + 32) + 64 * 64 + 3 * 64 * 128 + 2 * 64
     return 2 * 512 * 64 + 2 * layer + 64
 

@@ -1,6 +1,6 @@
-"""Every result names a command that exists and knows its options.
+"""Every result names a command that exists and its valid options.
 
-Every ratio stands in raw rows, and the figures of every headline on its page.
+Every ratio has raw rows, and every headline figure is on its page.
 """
 
 from __future__ import annotations
@@ -27,18 +27,18 @@ FIGURE = re.compile(r"\d[\d,.]*\d|\d")
 
 
 def questions() -> dict[str, str]:
-    """What the pages say to each question, a section each."""
+    """The sections of the pages, by question."""
     sections = [section for page in PAGES.values() for section in page.split("\n## ")[1:]]
     return {section.split(":")[0]: section for section in sections}
 
 
 def commands(text: str) -> list[tuple[str, list[str]]]:
-    """(module, options) of all commands in ``text``, whose lines may end within one."""
+    """(module, options) of all commands in ``text``. A command may continue on the next line."""
     return [(name, re.findall(r"--[a-z-]+", rest)) for name, rest in COMMAND.findall(text.replace("\n", " "))]
 
 
 def source(module: str) -> str:
-    """The text of a benchmark and of those whose parts it uses, empty if there is no such benchmark."""
+    """The source of a benchmark and of the modules that it imports from. Empty if there is no such benchmark."""
     path = ROOT / module.replace(".", "/")
     path = path / "__main__.py" if path.is_dir() else path.with_suffix(".py")
     if not path.exists():
