@@ -1,4 +1,4 @@
-"""A Ray on which somebody else serves something: prints its address, and ends with its stdin."""
+"""Starts a Ray that serves another user's application. It prints the address, and ends when its stdin closes."""
 
 from __future__ import annotations
 

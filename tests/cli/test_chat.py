@@ -1,4 +1,4 @@
-"""`raylm chat`: turns from a pipe, and a terminal with commands, a stopped answer and hostile text."""
+"""`raylm chat`: turns from a pipe, and a terminal with commands, an interrupted answer and hostile text."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ def test_each_line_of_a_pipe_is_a_turn_behind_those_before() -> None:
     with OpenAIServer(answer="yes ") as server:
         server.thoughts = "let me see"
         said = run(server.url, "--system", "Be short.", "--max-tokens", "2", lines="one\n\n//two\n")
-    assert said == "yes yes \nyes yes \n"  # plain, without thoughts
+    assert said == "yes yes \nyes yes \n"  # plain, without reasoning
     roles = [message["role"] for message in server.bodies[1]["messages"]]
     assert roles == ["system", "user", "assistant", "user"]
     assert server.bodies[1]["messages"][-1]["content"] == "/two"
@@ -99,14 +99,14 @@ def test_lines_of_a_pipe_may_end_as_on_windows() -> None:
 
 
 class Terminal:
-    """The command on a terminal of its own."""
+    """The command on a new terminal."""
 
     def __init__(self, folder: Path, *words: str) -> None:
         self._screen, theirs = pty.openpty()
         self.process = subprocess.Popen(
             [sys.executable, "-m", "raylm.cli.main", "chat", *words],
             stdin=theirs, stdout=theirs, stderr=theirs, start_new_session=True,
-            preexec_fn=lambda: os.close(os.open(os.ttyname(0), os.O_RDWR)),  # it is the controlling terminal
+            preexec_fn=lambda: os.close(os.open(os.ttyname(0), os.O_RDWR)),  # make it the controlling terminal
             env=os.environ | {"XDG_STATE_HOME": str(folder), "TERM": "xterm", "COLUMNS": "100"},
         )  # fmt: skip
         os.close(theirs)
@@ -116,7 +116,7 @@ class Terminal:
         os.write(self._screen, text.encode())
 
     def until(self, text: str) -> str:
-        """What came up to ``text``."""
+        """Wait for ``text``. Returns the output before it."""
         deadline = time.monotonic() + 300
         while text not in self.said:
             assert time.monotonic() < deadline, self.said
@@ -153,7 +153,7 @@ def test_in_a_terminal_ctrl_c_stops_the_answer_and_not_the_program(tmp_path: Pat
             terminal.until("max_tokens is 1")
             terminal.enter("more\r")
             terminal.until("1 tokens")
-            terminal.until("> ")  # before, Ctrl-D would be the terminal's own
+            terminal.until("> ")  # before the prompt, the terminal itself would handle Ctrl-D
             terminal.enter("\x04")
             assert terminal.process.wait(300) == 0
         finally:

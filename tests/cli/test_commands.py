@@ -1,4 +1,4 @@
-"""What all commands have: help with an example, and completion of names and options, knobs too."""
+"""All commands have help with an example, and shell completion of names, options and knobs."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ COMMANDS = [name for name, command in get_command(app).commands.items() if not c
 
 
 def completed(line: str) -> list[str]:
-    """What the shell is offered for the last word of a line."""
+    """The shell completions of the last word of a line."""
     env = {"_RAYLM_COMPLETE": "complete_bash", "COMP_WORDS": line, "COMP_CWORD": str(line.count(" "))}
     return CliRunner().invoke(app, [], prog_name="raylm", env=env).output.split()
 

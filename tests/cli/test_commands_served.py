@@ -1,4 +1,4 @@
-"""The commands against `raylm serve`: chat, a load, its trace simulated with the steps that the engine recorded."""
+"""The commands against `raylm serve`: chat, a load, and a simulation of its trace with the engine's recorded steps."""
 
 from __future__ import annotations
 
@@ -40,9 +40,9 @@ def test_chat_bench_simulate_and_doctor(tmp_path: Path) -> None:
     assert bad == ["ports"]
     (load,) = json.loads(out.read_text())["loads"]
     assert (load["requests"], load["errors"], load["output_tokens"]) == (24, {}, 24 * 8)
-    assert load["cached_tokens"] >= 20 * 112  # the prefixes, but for their first requests and a part of a block
+    assert load["cached_tokens"] >= 20 * 112  # prefixes, except in first requests and partial blocks
     asked = [line.prompt_tokens for line in read_lines([record])]
-    assert all(abs(tokens - 128 - 65) <= 25 + 25 for tokens in asked)  # about as many as asked for
+    assert all(abs(tokens - 128 - 65) <= 25 + 25 for tokens in asked)  # about the requested lengths
     (calls,) = json.loads(called.read_text())["loads"]
     assert calls["tool_calls"] >= 4
     assert calls["broken_tool_calls"] == 0

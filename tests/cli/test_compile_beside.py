@@ -1,4 +1,4 @@
-"""The child of `raylm serve` begins to compile the CPU kernels before it starts Ray."""
+"""The child process of `raylm serve` starts to compile the CPU kernels before it starts Ray."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Ray's dashboard beside `raylm serve`: whose Ray it is for, and what is said where there can be none."""
+"""Ray's dashboard with `raylm serve`: which Ray it shows, and the message if it cannot start."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from raylm import ray_private
 from raylm.cli.main import app
 from raylm.stages import parse
 
-pytestmark = pytest.mark.filterwarnings("ignore")  # pydantic's, as Ray Serve is imported
+pytestmark = pytest.mark.filterwarnings("ignore")  # from pydantic, when Ray Serve is imported
 
 
 def start_dashboard() -> None:
@@ -24,7 +24,7 @@ def start_dashboard() -> None:
 
 @pytest.fixture
 def somebody(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
-    """Listens where RAY_ADDRESS says that a Ray is."""
+    """A process listens at RAY_ADDRESS, as another Ray would."""
     with socket.socket() as taken:
         taken.bind(("127.0.0.1", 0))
         taken.listen()
@@ -42,7 +42,7 @@ def test_the_dashboard_of_anothers_ray_is_not_ours_to_start(option: str, somebod
 
 @pytest.fixture
 def nice(monkeypatch: pytest.MonkeyPatch) -> list[int]:
-    """What niceness is asked for, which a test could not take back."""
+    """The niceness values that were set. A real one could not be undone after a test."""
     asked: list[int] = []
     monkeypatch.setattr(os, "setpriority", lambda which, who, niceness: asked.append(niceness))
     return asked

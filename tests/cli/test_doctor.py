@@ -1,4 +1,4 @@
-"""`raylm doctor`: planted problems are found with their cures, and what it foretells is what a worker does."""
+"""`raylm doctor`: it finds planted problems and their solutions, and its forecast equals a worker's behaviour."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ from tests.serving import ROOT, free_port
 
 @pytest.fixture(autouse=True)
 def _clean(monkeypatch: pytest.MonkeyPatch) -> None:
-    kernels()  # compiled, as on a machine that has served
+    kernels()  # compile them, as on a machine that has served before
     monkeypatch.setattr(tempfile, "tempdir", None)
     for name in ("RAY_ADDRESS", "RAY_TMPDIR", "RAY_AUTH_MODE", "RAY_SERVE_HAPROXY_BINARY_PATH"):
         monkeypatch.delenv(name, raising=False)
@@ -43,7 +43,7 @@ def examined(*words: str, status: int) -> dict[str, dict[str, str]]:
 
 
 def problem(name: str, *words: str) -> str:
-    """Text and cure of the one problem, which has this name."""
+    """The text and the solution of the only problem, which must have this name."""
     found = examined(*words, status=1)
     assert [finding["name"] for finding in found.values() if finding["state"] == "problem"] == [name]
     return f"{found[name]['text']} | {found[name]['cure']}"

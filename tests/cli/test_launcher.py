@@ -1,4 +1,4 @@
-"""The launcher without a server: what it reads of a configuration file, of actors' lines, and of processes."""
+"""The launcher without a server: how it reads configuration files, actors' lines, and processes."""
 
 from __future__ import annotations
 
@@ -139,7 +139,7 @@ def test_a_wrong_file_is_refused_by_name(tmp_path: Path, text: str, said: str) -
     assert "Value error" not in caught.value.message
 
 
-@pytest.mark.filterwarnings("ignore::DeprecationWarning")  # of pydantic, in Ray's schema
+@pytest.mark.filterwarnings("ignore::DeprecationWarning")  # from pydantic, in Ray's schema
 def test_the_keys_of_a_file_are_those_that_serve_knows() -> None:
     from ray.serve.schema import HTTPOptionsSchema, ServeApplicationSchema, ServeDeploySchema
 
@@ -195,7 +195,7 @@ def test_a_port_that_is_listened_on_is_not_free() -> None:
 
 def test_where_nobody_can_listen_is_told_from_where_somebody_does() -> None:
     with pytest.raises(ConfigError, match=r"cannot listen on 192\.0\.2\.77:81"):
-        port_is_free("192.0.2.77", 81)  # of the block for documentation
+        port_is_free("192.0.2.77", 81)  # an address of the block reserved for documentation
     with pytest.raises(ConfigError, match="cannot listen on no such host:81"):
         port_is_free("no such host", 81)
 
@@ -234,7 +234,7 @@ def test_config_prints_every_knob_with_its_default() -> None:
 
 
 class Answers(BaseHTTPRequestHandler):
-    """Says 200 to everything."""
+    """Answers 200 to every request."""
 
     def do_GET(self) -> None:
         self.send_response(200)
@@ -246,7 +246,7 @@ class Answers(BaseHTTPRequestHandler):
 
 
 class Child:
-    """What the launcher reads of a ServeProcess that writes nothing more."""
+    """The attributes of a ServeProcess that the launcher reads. It writes no more output."""
 
     def __init__(self) -> None:
         self.lines: queue.Queue[str] = queue.Queue()
@@ -264,7 +264,7 @@ def answering() -> Iterator[int]:
 
 
 def watching(port: int, tmp_path: Path, settings: launcher.Settings, args: str = "") -> launcher.Launcher:
-    """A launcher whose file has a model and another application."""
+    """A launcher for a file with a model and another application."""
     file = tmp_path / "serve.yaml"
     file.write_text(
         f"applications: [{{{args}import_path: 'raylm:build_app'}}, "

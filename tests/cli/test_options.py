@@ -1,4 +1,4 @@
-"""`raylm serve` MODEL_OR_FILE and knobs: the Serve file that words come to, and which words are refused."""
+"""`raylm serve` MODEL_OR_FILE and knobs: the resulting Serve file, and refused words."""
 
 from __future__ import annotations
 
@@ -176,7 +176,7 @@ def test_what_is_printed_is_a_serve_file_of_the_same(tmp_path: Path) -> None:
     assert file.tree["controller_options"] == SERVE_OPTIONS["controller_options"]
 
 
-@pytest.mark.filterwarnings("ignore::DeprecationWarning")  # of pydantic, in Ray's schema
+@pytest.mark.filterwarnings("ignore::DeprecationWarning")  # from pydantic, in Ray's schema
 def test_what_is_printed_is_valid_for_serve() -> None:
     from ray.serve.schema import ServeDeploySchema
 

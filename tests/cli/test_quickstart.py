@@ -1,4 +1,4 @@
-"""The wheel in an environment of its own, away from the repository: it has all that serving needs."""
+"""The wheel in a separate environment, outside the repository, has everything that serving needs."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ def run(*command: str | Path, cwd: Path) -> str:
 
 @pytest.fixture(scope="module")
 def raylm(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """The command, installed from a wheel of a copy of what git knows; other packages are this environment's."""
+    """The command, installed from a wheel of the files in git. Other packages come from this environment."""
     folder = tmp_path_factory.mktemp("wheel")
     source = folder / "source"
     source.mkdir()
@@ -73,7 +73,7 @@ def test_the_first_ten_minutes_are_as_the_quickstart_has_them(raylm: Path, tmp_p
 
 
 class Console:
-    """A shell's window: one server at a time in the foreground, and short commands beside it."""
+    """A terminal window: one server at a time in the foreground, and short commands beside it."""
 
     def __init__(self, raylm: Path, folder: Path) -> None:
         self._folder, self._log = folder, folder / "log"
@@ -82,12 +82,12 @@ class Console:
         self._server: subprocess.Popen[bytes] | None = None
 
     def enter(self, command: str, port: str) -> str:
-        """What a command writes; a server until it is ready, and at ^C what it writes from then on."""
+        """Run a command. Returns its output; of a server until it is ready, and for ^C the output from then on."""
         if command == "^C":
             return self._stop()
         words = shlex.split(command.removeprefix("$ "))
         if words[:2] == ["pip", "install"]:
-            return ""  # done, from a wheel
+            return ""  # already installed from a wheel
         if words[:2] == ["raylm", "serve"]:
             return self._serve([*words, "--port", port])
         done = subprocess.run(words, cwd=self._folder, env=self._environ, capture_output=True, text=True, check=False)

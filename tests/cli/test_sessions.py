@@ -1,4 +1,4 @@
-"""Old session folders: only our own go, and only those that nobody uses."""
+"""Old session folders: only RayLM's own unused folders are removed."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from raylm.cli.sessions import LONGEST_NAME, MARKER, PrivateFolder, mark, remove
 
 
 def session(folder: Path, name: str, *, ours: bool = True, ray: bool = True) -> Path:
-    path = folder / f"raylm-tests-{name}"  # no folder of a server beside the tests begins so
+    path = folder / f"raylm-tests-{name}"  # no folder of a real server begins like this
     (path / ("ray" if ray else "haproxy")).mkdir(parents=True)
     if ours:
         mark(path).close()
@@ -25,7 +25,7 @@ def session(folder: Path, name: str, *, ours: bool = True, ray: bool = True) -> 
 
 @contextmanager
 def running(*command: str) -> Iterator[None]:
-    """A process that has written a line, until it is killed."""
+    """Run a command until the block ends. The block begins after its first line of output."""
     with subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE) as process:
         try:
             assert process.stdout is not None

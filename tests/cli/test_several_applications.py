@@ -1,4 +1,4 @@
-"""Two models and an application of somebody else in one Serve file: each answers under its prefix."""
+"""Two models and another user's application in one Serve file: each answers under its route prefix."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ def test_all_are_served_and_named_at_ready(tmp_path: Path) -> None:
     port = free_port()
     path = serve_file(tmp_path / "serve.yaml", port, ARGS)
     tree = yaml.safe_load(path.read_text())
-    shared = ARGS | {"model": str(EMBEDDED)}  # one directory for both
+    shared = ARGS | {"model": str(EMBEDDED)}  # both use one model directory
     tree["applications"] = [
         {
             "name": "a",

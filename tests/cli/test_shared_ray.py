@@ -1,4 +1,4 @@
-"""`raylm serve` on a Ray where somebody else serves too: theirs answers before, during and after ours."""
+"""`raylm serve` on a Ray that also serves another application, which answers before, during and after."""
 
 from __future__ import annotations
 
@@ -53,7 +53,7 @@ class Cluster:
             os.kill(int(pid), signal.SIGKILL)
 
     def refusal(self, *words: str, **environment: str) -> str:
-        """What a start that cannot succeed says, in its only line behind those of its stages."""
+        """The only line on stderr of a start that fails."""
         environ = self.environment | environment
         done = subprocess.run(
             self.command(*words), env=environ, capture_output=True, text=True, timeout=LIMIT_S, check=False
@@ -90,7 +90,7 @@ def cluster(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Cluster]:
 
 
 class Serving:
-    """`raylm serve` on the cluster, while somebody asks theirs again and again."""
+    """`raylm serve` on the cluster, while a thread sends requests to the other application continuously."""
 
     def __init__(self, cluster: Cluster, log: Path) -> None:
         self._cluster = cluster
@@ -165,7 +165,7 @@ def test_a_crash_takes_away_only_ours_and_the_next_start_waits_for_that(cluster:
         with Serving(cluster, tmp_path / "again") as serving:
             serving.wait_ready()
             assert cluster.ours().status_code == 200
-            cluster.kill_guards()  # they are started anew
+            cluster.kill_guards()  # Ray starts them again
             os.kill(serving.child(), signal.SIGKILL)
             os.kill(serving.process.pid, signal.SIGKILL)
             serving.wait(lambda: cluster.ours().status_code == 404, "still serves after its crash")

@@ -1,4 +1,4 @@
-"""What is said before Ray starts: one line that names the variable, what is wrong with it, and the cure."""
+"""Checks before Ray starts: one line names the variable, the error, and the solution."""
 
 from __future__ import annotations
 
