@@ -1,4 +1,7 @@
-"""One command: python -m tests.conformance [URL]; without a URL the embedded model is served in this process."""
+"""Run the conformance tests: python -m tests.conformance [URL].
+
+Without a URL, this process serves the embedded model.
+"""
 
 from __future__ import annotations
 
@@ -12,7 +15,7 @@ from tests.embedded_server import EmbeddedServer
 
 
 def main() -> int:
-    """Print what was checked and what was wrong; 1 if anything was."""
+    """Print what was checked and all violations. The exit status is 1 if there is a violation."""
     given = sys.argv[1] if len(sys.argv) > 1 else None
     with nullcontext(given) if given else EmbeddedServer() as url, httpx.Client(base_url=url, timeout=300) as client:
         report = run(client)

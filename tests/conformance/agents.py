@@ -1,4 +1,4 @@
-"""What agents and proxies do against a running server: turns with a tool, each over what they keep of the others."""
+"""Agents and proxies against a running server: turns with a tool, with the histories that these programs keep."""
 
 from __future__ import annotations
 
@@ -19,14 +19,14 @@ from typing import Any
 MODEL = "embedded"
 QUESTIONS = ["What is the weather in Rome?", "And why?", "What is a KV cache?"]
 DESCRIPTION = "The weather of a city."
-KEY = "sk-of-a-test"  # the proxy asks for one
+KEY = "sk-of-a-test"  # the proxy requires a key
 PARAMETERS = {"type": "object", "properties": {"city": {"type": "string"}}, "required": ["city"]}
 JAVASCRIPT = Path(sys.prefix) / "js"
 _START_S = 120.0
 
 
 def inspect_responses(url: str) -> None:
-    """inspect-ai's provider openai/ by the Responses API, which asks for sealed reasoning; and by chats."""
+    """inspect-ai's provider openai/, with the Responses API, which requests encrypted reasoning, and with chats."""
     from inspect_ai.model import ChatMessageUser, GenerateConfig, get_model
     from inspect_ai.tool import Tool, tool
 
@@ -60,7 +60,7 @@ def inspect_responses(url: str) -> None:
 
 
 def litellm_proxy(url: str) -> None:
-    """litellm's proxy before the server, by its provider openai/: chats, and Anthropic's messages."""
+    """litellm's proxy in front of the server, with its provider openai/: chats, and Anthropic's messages."""
     with _proxy(url) as proxy:
         _chat_turns(proxy)
         _message_turns(proxy)
@@ -121,7 +121,7 @@ def _message_turns(proxy: str) -> None:
 
 @contextmanager
 def _proxy(url: str) -> Iterator[str]:
-    """The proxy's own server, with one model."""
+    """The proxy's server process, with one model."""
     import httpx
 
     with socket.socket() as free:
@@ -153,7 +153,7 @@ def _proxy(url: str) -> Iterator[str]:
 
 
 def javascript(url: str) -> None:
-    """js/clients.mjs, from the folder in which its packages are installed beside this environment."""
+    """js/clients.mjs, run from the folder that contains its packages."""
     node = shutil.which("node")
     assert node is not None, "node is not installed"
     found = subprocess.run([node, str(JAVASCRIPT / "clients.mjs"), url], capture_output=True, text=True, check=False)

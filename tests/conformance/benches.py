@@ -1,7 +1,7 @@
-"""The request functions of `vllm bench serve` and of SGLang's bench_serving, as their wheels have them.
+"""The request functions of `vllm bench serve` and of SGLang's bench_serving, from their wheels.
 
-Both packages are installed without what they need to serve. What their modules import and the request functions do not
-use, as torch and transformers, is an empty stand-in here.
+Both packages are installed without their dependencies for serving. Modules that are imported but not used by the
+request functions, such as torch and transformers, are replaced by mocks.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ _SGLANG_OPTIONS = {
 
 
 def vllm_bench(url: str) -> None:
-    """Every function that `vllm bench serve` has for what RayLM serves: many requests at once, each with success."""
+    """Every function of `vllm bench serve` for endpoints of RayLM: many parallel requests, all successful."""
     import aiohttp
 
     spec = importlib.util.find_spec("vllm")
@@ -58,7 +58,7 @@ def vllm_bench(url: str) -> None:
 
 
 def sglang_bench(url: str) -> None:
-    """SGLang's functions for completions and chats: many requests at once, each with success."""
+    """SGLang's functions for completions and chats: many parallel requests, all successful."""
     with _stand_ins("sglang", _UNUSED_BY_SGLANG):
         module = importlib.import_module("sglang.benchmark.serving")
     module.args = argparse.Namespace(**_SGLANG_OPTIONS)
@@ -76,7 +76,7 @@ def sglang_bench(url: str) -> None:
 
 
 def _check(backend: str, outputs: list[Any]) -> None:
-    """Each succeeded and has text and the times of its tokens."""
+    """Check that each output is successful and has a text and a time to first token."""
     for output in outputs:
         assert output.success, f"{backend}: {output.error[-300:]}"
         assert output.generated_text, backend
@@ -84,7 +84,7 @@ def _check(backend: str, outputs: list[Any]) -> None:
 
 
 def _load(name: str, path: str) -> Any:
-    """A module by its file, without the package that it lies in."""
+    """Load a module from its file, without its package."""
     spec = importlib.util.spec_from_file_location(name, path)
     assert spec is not None
     assert spec.loader is not None
@@ -96,7 +96,7 @@ def _load(name: str, path: str) -> Any:
 
 @contextmanager
 def _stand_ins(package: str, names: tuple[str, ...]) -> Iterator[None]:
-    """Modules of ``package`` are found without running its own __init__, and ``names`` are empty."""
+    """Find modules of ``package`` without running its __init__. The modules ``names`` are mocks."""
     spec = importlib.util.find_spec(package)
     assert spec is not None
     bare = ModuleType(package)

@@ -1,4 +1,4 @@
-"""The requests of the conformance run: every endpoint, whole and streamed, with the options that change an answer."""
+"""The requests of the conformance run: every endpoint, whole and streamed, with options that change the answer."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ MESSAGE: dict[str, Any] = {"messages": [{"role": "user", "content": QUESTION}], 
 
 @dataclass(frozen=True)
 class Case:
-    """One request; its answer, or each of its chunks, is to conform to ``schema``."""
+    """One request. Its answer, or each chunk, must conform to ``schema``."""
 
     path: str
     body: dict[str, Any]
@@ -36,7 +36,7 @@ class Case:
 
 
 def cases() -> Iterator[Case]:
-    """All of them, without ``model``."""
+    """All requests, without ``model``."""
     yield from _both("/v1/chat/completions", CHAT, _CHAT_OPTIONS, "CreateChatCompletion{}Response", "Stream")
     yield from _both("/v1/completions", TEXT, _TEXT_OPTIONS, "CreateCompletionResponse", "")
     for options in _RESPONSE_OPTIONS:

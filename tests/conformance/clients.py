@@ -1,10 +1,10 @@
-"""What client libraries do against a running server: chat, tools, thoughts, responses, embeddings, typed errors.
+"""Client libraries against a running server: chat, tools, reasoning, responses, embeddings, typed errors.
 
-    python -m tests.conformance.clients URL             # all that are installed
-    python -m tests.conformance.clients URL litellm     # those named, which must be installed
+    python -m tests.conformance.clients URL             # all installed libraries
+    python -m tests.conformance.clients URL litellm     # the named libraries, which must be installed
 
-It needs no package of this repository, so that other versions of a library can be tried from an environment of their
-own: `make clients` does.
+The module needs no package of this repository. So `make clients` can test other versions of the libraries in a separate
+environment.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ PARAMETERS = {"type": "object", "properties": {"city": {"type": "string"}}, "req
 FUNCTION = {"name": "get_weather", "description": "The weather of a city.", "parameters": PARAMETERS}
 TOOLS: Any = [{"type": "function", "function": FUNCTION}]
 ASK: Any = [{"role": "user", "content": QUESTION}]
-# Short calls, so that a least number of tokens makes sure of several: the end may not come before, only another call.
+# The calls are short, so min_tokens forces several: before it the answer cannot end, only begin another call.
 CITIES = {"type": "string", "enum": ["Rome", "Paris", "Oslo"]}
 SHORT: Any = {**PARAMETERS, "properties": {"city": CITIES}, "additionalProperties": False}
 SEVERAL: Any = {"tools": [{"type": "function", "function": {**FUNCTION, "parameters": SHORT}}]}
@@ -37,7 +37,7 @@ THINK = {"chat_template_kwargs": {"enable_thinking": True}}
 
 
 def openai_chat(url: str) -> None:
-    """Plain, streamed, and by the accumulating helper; log-probabilities; thoughts."""
+    """Plain, streamed, and with the accumulating helper; log-probabilities; reasoning."""
     api = _openai(url)
     whole = api.chat.completions.create(model=MODEL, messages=ASK, temperature=0, max_tokens=30, logprobs=True)
     text = whole.choices[0].message.content
@@ -53,7 +53,7 @@ def openai_chat(url: str) -> None:
 
 
 def openai_tools(url: str) -> None:
-    """A whole round trip: call, result, answer; and the call again, streamed."""
+    """A whole round trip of call, result and answer; then the call again, streamed."""
     api = _openai(url)
     ask: Any = [{"role": "user", "content": WEATHER}]
     first = api.chat.completions.create(model=MODEL, messages=ask, tools=TOOLS, temperature=0)
@@ -71,7 +71,7 @@ def openai_tools(url: str) -> None:
 
 
 def openai_parallel_tools(url: str) -> None:
-    """Calls that must come: one where only one may, each with an id of its own, the same when streamed."""
+    """Required calls: one call if parallel calls are not allowed, each with a unique id, and the same when streamed."""
     api = _openai(url)
     ask: Any = [{"role": "user", "content": "What is the weather in Rome and in Paris?"}]
     for parallel in (True, False):
@@ -115,7 +115,7 @@ def openai_several_calls(url: str) -> None:
 
 
 def openai_structured(url: str) -> None:
-    """Calls that must come, by any name and by one; parse() into a pydantic model, by chat and by responses."""
+    """Required calls, of any tool and of a named tool; parse() into a pydantic model, with chat and with responses."""
     from pydantic import BaseModel
 
     class City(BaseModel):
@@ -134,7 +134,7 @@ def openai_structured(url: str) -> None:
 
 
 def openai_responses(url: str) -> None:
-    """Whole, streamed, chained, with a tool, in the background, deleted."""
+    """Responses: whole, streamed, chained, with a tool, in the background, deleted."""
     import openai
 
     api = _openai(url)
@@ -159,7 +159,7 @@ def openai_responses(url: str) -> None:
 
 
 def openai_rest(url: str) -> None:
-    """Completions, embeddings, models, errors as their types."""
+    """Completions, embeddings, models, and errors with their types."""
     import openai
 
     api = _openai(url)
@@ -178,7 +178,7 @@ def openai_rest(url: str) -> None:
 
 
 def anthropic_messages(url: str) -> None:
-    """Whole, streamed, thoughts, a whole round trip of a tool, token counts, errors as their types."""
+    """Messages: whole, streamed, with thinking, a round trip of a tool, token counts, and errors with their types."""
     import anthropic
 
     api = anthropic.Anthropic(base_url=url, api_key="none", max_retries=0)
@@ -205,7 +205,7 @@ def anthropic_messages(url: str) -> None:
 
 
 def langchain_chat(url: str) -> None:
-    """LangChain's ChatOpenAI and OpenAIEmbeddings: invoked, streamed, with a tool, over responses too."""
+    """LangChain's ChatOpenAI and OpenAIEmbeddings: invoked, streamed, with a tool, and with the Responses API."""
     from langchain_core.messages import HumanMessage, ToolMessage
     from langchain_openai import ChatOpenAI, OpenAIEmbeddings
 
@@ -228,7 +228,7 @@ def langchain_chat(url: str) -> None:
 
 
 def litellm_chat(url: str) -> None:
-    """litellm by its OpenAI, vLLM and Anthropic providers: whole and streamed; an answer by the schema of a model."""
+    """litellm with its OpenAI, vLLM and Anthropic providers: whole, streamed, and with a pydantic model's schema."""
     import litellm
     from pydantic import BaseModel
 
@@ -248,7 +248,7 @@ def litellm_chat(url: str) -> None:
 
 
 def litellm_tools(url: str) -> None:
-    """A call that comes by itself, and a whole round trip of calls that must come, several of them, streamed."""
+    """A call that the model chooses to make, and a whole round trip of several required calls, also streamed."""
     import litellm
 
     common, ask = _litellm(url), [{"role": "user", "content": WEATHER}]
@@ -269,7 +269,7 @@ def litellm_tools(url: str) -> None:
 
 
 def litellm_rest(url: str) -> None:
-    """Embeddings; errors as litellm's types."""
+    """Embeddings, and errors with litellm's types."""
     import litellm
 
     common = _litellm(url)
@@ -312,7 +312,7 @@ def _openai(url: str) -> Any:
 def _litellm(url: str) -> dict[str, Any]:
     import litellm
 
-    litellm.suppress_debug_info = True  # it would print advice at each error that is asked for
+    litellm.suppress_debug_info = True  # otherwise it prints advice at each expected error
     return {"api_base": f"{url}/v1", "api_key": "none", "temperature": 0, "max_tokens": 200, "max_retries": 0}
 
 
@@ -325,7 +325,7 @@ def _raises(kind: type[Exception], call: Callable[[], object]) -> Any:
 
 
 def _version(library: str) -> str | None:
-    """None where it is not installed; those in JavaScript are pinned together."""
+    """The version of a library, or None if it is not installed. The JavaScript libraries are pinned together."""
     if library == "javascript":
         return "" if JAVASCRIPT.exists() else None
     if importlib.util.find_spec(library) is None:
@@ -334,7 +334,7 @@ def _version(library: str) -> str | None:
 
 
 def main() -> int:
-    """Run what is named, or else what is installed; 1 if anything failed."""
+    """Run the named libraries, or all that are installed. The exit status is 1 if one failed."""
     url, *named = sys.argv[1:]
     failed = False
     for library in named or CHECKS:

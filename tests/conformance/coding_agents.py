@@ -1,13 +1,13 @@
-"""What Codex and Claude Code do, headless, against an ingress over a ScriptedEngine: tasks with their own tools.
+"""Codex and Claude Code, headless, against an ingress with a ScriptedEngine: tasks with the agents' own tools.
 
-They have the settings of docs/agents.md.
+They use the settings of docs/agents.md.
 
     python -m tests.conformance.coding_agents URL PLAYED
     python -m tests.conformance.coding_agents URL PLAYED codex "a plan"
 
-PLAYED is the address of ``GET /played``. Each task begins in a folder of its own, and ends with the files and the last
-message that it asks for. It runs twice. In the second run the engine of each answer, or the ingress, is lost in the
-middle of it, and the model sees the same conversation.
+PLAYED is the address of ``GET /played``. Each task starts in a new folder, and must end with its expected files and
+last message. It runs twice. In the second run, the engine of each answer, or the ingress, is lost in the middle of the
+answer, and the model must see the same conversation.
 """
 
 from __future__ import annotations
@@ -31,10 +31,10 @@ from tests.conformance.agents import JAVASCRIPT
 from tests.conformance.plays import CUT, SAY, WAIT
 
 _PAGE = Path(__file__).parents[2] / "docs" / "agents.md"
-_TASK_S = 300  # an end of waiting alone
+_TASK_S = 300  # a limit for waiting only
 _SEED = "one\ntwo\n"
 _PATCH = "*** Begin Patch\n*** Update File: seed.txt\n@@\n-two\n+2\n*** End Patch\n"
-# What differs from run to run: ids, times, and counts of tokens and seconds.
+# Values that differ from run to run: ids, times, and counts of tokens and seconds.
 _MASKED = re.compile(
     r"Chunk ID: \w+|Wall time: [\d.]+|tool-results/\w+|\b[0-9a-f]{8}(?:-[0-9a-f]{4}){3}-[0-9a-f]{12}\b"
     r'|"(?:\w+At|\w+Used\w*)":\d+|"completionBudgetReport":(?:null|"[^"]*")'
@@ -65,10 +65,10 @@ Run = Callable[[Path, "Task"], str]
 
 @dataclass(frozen=True)
 class Task:
-    """Calls, turn by turn, and the files that the folder then has (None: it has no such file).
+    """Calls, turn by turn, and the folder's files at the end (None: the file does not exist).
 
-    ``then`` is a second message of the session. The first one may be ``cancelled`` by the user while it waits, or it
-    ``fails``: Claude Code ends when its connection is cut in an answer, where Codex asks again.
+    ``then`` is a second message of the session. The first message may be ``cancelled`` by the user while it waits. Or
+    it ``fails``: Claude Code ends when its connection is cut in an answer, while Codex sends the request again.
     """
 
     name: str
@@ -86,7 +86,7 @@ def _played(played: str, options: str = "") -> dict[str, Any]:
 
 
 def _cancel(command: list[str], folder: Path, env: dict[str, str], played: str) -> None:
-    """Interrupt a command while it waits for its model; the server has then ended the request."""
+    """Interrupt a command while it waits for its model. Then the server must end the request."""
     process = subprocess.Popen(
         command, cwd=folder, env=os.environ | env, stdin=subprocess.DEVNULL, stdout=subprocess.DEVNULL,
         stderr=subprocess.DEVNULL,
@@ -104,7 +104,7 @@ def _cancel(command: list[str], folder: Path, env: dict[str, str], played: str) 
 
 def _until(holds: Callable[[], bool], end: float) -> None:
     while not holds():
-        assert time.monotonic() < end, "what is waited for did not come"
+        assert time.monotonic() < end, "the awaited state was not reached"
         time.sleep(0.05)
 
 
@@ -120,7 +120,7 @@ def _run(command: list[str], folder: Path, env: dict[str, str], *, fails: bool =
 
 
 def _settings(language: str, url: str) -> str:
-    """The page's block in this language, for this server."""
+    """The page's code block in this language, with this server's address."""
     (block,) = re.findall(rf"^```{language}\n(.*?)^```$", _PAGE.read_text(), re.MULTILINE | re.DOTALL)
     return str(block).replace("http://localhost:8000", url)
 
@@ -171,7 +171,7 @@ CODEX = [
 
 
 def codex(url: str, played: str, named: list[str]) -> None:
-    """Codex over the Responses API, with its reasoning sealed and nothing stored."""
+    """Codex with the Responses API, encrypted reasoning, and nothing stored."""
     home = _settings("toml", url) + "request_max_retries = 0\nstream_max_retries = 1\n"
     home += f'[mcp_servers.notes]\ncommand = "{sys.executable}"\nrequired = true\n'
     program = str(JAVASCRIPT / "node_modules" / ".bin" / "codex")
@@ -242,7 +242,7 @@ CLAUDE = [
 
 
 def claude_code(url: str, played: str, named: list[str]) -> None:
-    """Claude Code over the Messages API. It ends when its connection is cut, so its ingress is never lost."""
+    """Claude Code with the Messages API. It ends when its connection is cut, so its ingress is never lost."""
     program = str(JAVASCRIPT / "node_modules" / ".bin" / "claude")
 
     def run(folder: Path, task: Task) -> str:
@@ -267,7 +267,7 @@ def claude_code(url: str, played: str, named: list[str]) -> None:
 
 
 def _try(tasks: Iterable[Task], run: Run, played: str, named: list[str], options: str = "") -> None:
-    """Run tasks. Those with an answer that never comes, or that is cut, need an engine that can do it."""
+    """Run tasks. Tasks with an answer that never comes, or with a cut connection, need a ScriptedEngine."""
     can_wait = "held" in _played(played)
     for task in tasks:
         if named and task.name not in named:
@@ -304,7 +304,7 @@ def _seen(task: Task, run: Run, played: str, place: Path, options: str) -> list[
 
 
 def main() -> int:
-    """Run all tasks of both agents, or of the one that is named, or its tasks that are named; 1 if one failed."""
+    """Run all tasks of both agents, or of the named agent, or its named tasks. The exit status is 1 if one failed."""
     url, played, *named = sys.argv[1:]
     failed = False
     for agent in (codex, claude_code):

@@ -10,7 +10,7 @@ _EXAMPLES = 150
 
 
 def litellm_histories(url: str) -> None:
-    """By chats, and by Anthropic's messages."""
+    """With chats, and with Anthropic's messages."""
     from litellm.types.llms.anthropic import AllAnthropicPassThroughMessageValues
     from litellm.types.llms.openai import AllMessageValues
 

@@ -1,9 +1,9 @@
 """In a worker: a sampler that draws the tokens of a play, after a real forward pass.
 
-The files of the folder ``$RAYLM_PLAY`` connect the worker with the command of scripted_worker.py:
-    seen        a line of JSON for each answer that began: the hash of its prompt, and its end with the answer
-    armed       while it exists, the worker stops once in the middle of each answer
-    *.half      of such an answer; the worker goes on when it has content
+Files in the folder ``$RAYLM_PLAY`` connect the worker with the command of scripted_worker.py:
+    seen        a JSON line for each answer that began: the hash of its prompt, and the prompt's end with the answer
+    armed       while this file exists, the worker stops once in the middle of each answer
+    *.half      the file of a stopped answer; the worker continues when the file has content
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ class _Player:
         self._answers: dict[bytes, list[int]] = {}
 
     def token(self, prompt: np.ndarray, drawn: int) -> int:
-        """The next token of the answer to a prompt, of which so many are drawn."""
+        """The next token of the answer to a prompt, after ``drawn`` tokens."""
         key = hashlib.sha256(prompt.tobytes()).digest()
         if drawn == 0 or key not in self._answers:
             self._read(key, prompt, begins=drawn == 0)
@@ -46,7 +46,7 @@ class _Player:
         text = _TOKENIZER.decode(prompt.tolist(), skip_special_tokens=False)
         answer = answer_to(text)
         self._answers[key] = [*_TOKENIZER.encode(answer, add_special_tokens=False).ids, _EOS]
-        if begins and _MESSAGE in text:  # the steps that a worker profiles at start have none
+        if begins and _MESSAGE in text:  # the steps that a worker profiles at start have no message
             with (self._folder / "seen").open("a") as seen:
                 seen.write(json.dumps([key.hex(), said(text) + answer]) + "\n")
 
@@ -61,7 +61,7 @@ class _Player:
 
 
 def play(sampler: Any) -> None:
-    """Let a sampler's class draw what plays say."""
+    """Patch a sampler's class so that it draws the tokens of plays."""
     draw, player = sampler.sample, _Player(Path(os.environ["RAYLM_PLAY"]))
 
     def sample(self: Any, logits: Any, rows: Any, batch: Any, offsets: Any) -> Any:

@@ -1,7 +1,7 @@
-"""What a model that uses tools says: it stands in a message as ``PLAY [[[name, arguments], ...], ...]``, turn by turn.
+"""Scripted answers of a model with tools: ``PLAY [[[name, arguments], ...], ...]`` in a message lists calls by turn.
 
-The model makes the calls of the next turn, by the number of results after the line, and after the last turn it says
-``Done.``. In place of a call may stand a text, an answer that never comes, and a connection that is cut.
+The model makes the calls of the next turn, which follows from the number of results after the line. After the last turn
+it says ``Done.``. A turn can have, instead of a call, a text, an answer that never comes, or a cut connection.
 """
 
 from __future__ import annotations
@@ -11,16 +11,16 @@ from typing import Any
 
 SAY, WAIT, CUT = "@say", "@wait", "@cut"
 _PLAY = "PLAY "
-_RESULT = "<tool_response>"  # before each result of a tool, by the chat template
+_RESULT = "<tool_response>"  # the chat template writes it before each tool result
 
 
 def said(prompt: str) -> str:
-    """What follows the last play of a prompt, or the whole prompt."""
+    """The text after the last ``PLAY`` of a prompt, or the whole prompt."""
     return prompt.rpartition(_PLAY)[2]
 
 
 def turn_of(prompt: str) -> list[tuple[str, Any]]:
-    """The calls of the next turn, and words in place of calls."""
+    """The calls of the next turn, with special names for texts, waits and cuts."""
     _, found, rest = prompt.rpartition(_PLAY)
     if not found:
         return [(SAY, "Done.")]

@@ -1,4 +1,4 @@
-"""Sends every request of the conformance run to a server and checks whatever comes back, object by object."""
+"""Sends every request of the conformance run to a server, and checks each object of the answers."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from tests.conformance.specification import violations
 
 @dataclass
 class Report:
-    """How many objects of which kind were checked, and what was wrong."""
+    """The number of checked objects by schema, and the violations."""
 
     checked: Counter[str] = field(default_factory=Counter)
     faults: list[str] = field(default_factory=list)
@@ -29,7 +29,7 @@ class Report:
         self.faults += [f"{where}: {fault}" for fault in faults_of(value, schema)]
 
     def expect(self, holds: bool, what: str) -> None:
-        """Note a fault that no schema tells."""
+        """Record a violation that no schema can express."""
         if not holds:
             self.faults.append(what)
 
@@ -40,7 +40,7 @@ def _adapter(name: str) -> TypeAdapter[Any]:
 
 
 def faults_of(value: Any, schema: str) -> list[str]:
-    """What is wrong with an object: Anthropic's by the models of its own client, OpenAI's by its specification."""
+    """The errors in an object. Anthropic's client models check Anthropic's objects, the specification OpenAI's."""
     if not schema.startswith("anthropic."):
         return violations(value, schema)
     if schema == "anthropic.RawMessageStreamEvent" and value == {"type": "ping"}:
@@ -53,7 +53,7 @@ def faults_of(value: Any, schema: str) -> list[str]:
 
 
 def run(client: httpx.Client) -> Report:
-    """Send all requests to the server that ``client`` has as its base URL."""
+    """Send all requests to the server at ``client``'s base URL."""
     report = Report()
     models = client.get("/v1/models").json()
     report.check(models, "ListModelsResponse", "/v1/models")
@@ -81,7 +81,7 @@ def _send(client: httpx.Client, case: Case, model: str, report: Report) -> None:
 
 
 def stream_events(text: str, path: str, where: str, report: Report) -> list[Any]:
-    """The events of a stream, whose framing and order are checked here."""
+    """The events of a stream. Checks their framing and order."""
     report.expect(text.endswith("\n\n"), f"{where}: the stream does not end with an event")
     found = []
     lines = (line for line in text.rstrip("\n").split("\n") if not line.startswith(("id: ", ":")))
@@ -100,7 +100,7 @@ def stream_events(text: str, path: str, where: str, report: Report) -> list[Any]
 
 
 def _stored(client: httpx.Client, model: str, report: Report) -> None:
-    """The life of stored responses: fetched, listed, chained, cancelled, deleted."""
+    """Stored responses: fetched, listed, chained, cancelled, deleted."""
     path = "/v1/responses"
     first = client.post(path, json={"model": model} | RESPONSE).json()
     chained = client.post(path, json={"model": model, "previous_response_id": first["id"]} | RESPONSE).json()
@@ -118,7 +118,7 @@ def _stored(client: httpx.Client, model: str, report: Report) -> None:
 
 
 def _conversation(client: httpx.Client, model: str, report: Report) -> None:
-    """The life of a conversation with its items and a response."""
+    """A conversation with its items and a response."""
     made = client.post(
         "/v1/conversations", json={"items": [{"role": "user", "content": "Hello"}], "metadata": {"a": "b"}}
     )

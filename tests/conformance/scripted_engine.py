@@ -1,9 +1,9 @@
-"""An engine that plays a model which uses tools, behind the real ingress: what it says is a play (plays.py).
+"""An engine that plays a model with tools, behind the real ingress. It draws the text of a play (plays.py).
 
     python -m tests.conformance.scripted_engine COMMAND {url} {url} …
 
-It runs the command, with the ingress's address in place of {url}, and fails if a request of it is refused, or if a tool
-of it is left out. ``GET /played`` of that address returns what was played.
+It runs the command with the ingress's address in place of {url}. It fails if a request of the command is refused, or if
+a tool of it is left out. ``GET /played`` at that address returns what was played.
 """
 
 from __future__ import annotations
@@ -28,13 +28,13 @@ from tests.frontend.played_engine import PlayedEngine
 from tests.ingress.harness import served
 from tests.ingress.writing_engine import TOKENIZER
 
-CONTEXT = 131_072  # tokens; the first prompts of agents have up to 31,000 of this tokenizer
-_PIECE = 3  # tokens of one output
+CONTEXT = 131_072  # tokens; the first prompts of agents have up to 31,000 with this tokenizer
+_PIECE = 3  # tokens per output
 _RECOVERY_S = 300.0
 
 
 class Play:
-    """What all engines played, in order. While it ``loses``, each answer's engine is lost after half of the answer."""
+    """The answers of all engines, in order. While ``loses`` is set, an engine is lost in the middle of each answer."""
 
     def __init__(self, on_lost: Callable[[], None]) -> None:
         self.on_lost = on_lost
@@ -45,19 +45,19 @@ class Play:
         self._cut: set[str] = set()
 
     def note(self, request_id: str, text: str) -> None:
-        """Remember a conversation from its last message that is played, once for each request."""
+        """Record a conversation from its last ``PLAY`` on, once for each request."""
         if request_id not in self._requests:
             self._requests.add(request_id)
             self.seen.append(text)
 
     def cut(self, text: str) -> bool:
-        """Let the connection be cut, the first time that this answer is asked for."""
+        """Whether to cut the connection: only the first time that this answer is requested."""
         self.cuts = text not in self._cut
         self._cut.add(text)
         return self.cuts
 
     def take(self, options: dict[str, str]) -> dict[str, Any]:
-        """What was played. With ``lose``, 0 or 1, forget it, and begin or end to lose engines."""
+        """The record. With ``lose`` (0 or 1), clear it, and stop or start losing engines."""
         found = {"seen": self.seen, "held": self.held, "aborted": self.aborted, "lost": self.lost}
         if (lose := options.get("lose")) is not None:
             self.loses = lose == "1"
@@ -67,7 +67,7 @@ class Play:
 
 
 class ScriptedEngine(PlayedEngine):
-    """Gives the answer that a play says: the calls of the next turn."""
+    """Gives the answer of a play: the calls of the next turn."""
 
     def __init__(self, play: Play | None = None, name: str = "scripted") -> None:
         super().__init__(name, max_model_len=CONTEXT, vocab_size=TOKENIZER.get_vocab_size())
@@ -100,7 +100,7 @@ class ScriptedEngine(PlayedEngine):
 
 
 class _Watch:
-    """Wraps an app. Remembers requests that were answered with an error, or without a tool; cuts connections."""
+    """Wraps an app. Records requests that got an error or lost a tool, and cuts connections."""
 
     def __init__(self, app: ASGIApp, play: Play) -> None:
         self._app = app
@@ -125,7 +125,7 @@ class _Watch:
                 cut.set()
 
         async def receiving() -> Message:
-            """The client's messages; that it is gone if the connection is cut. uvicorn closes an answer without end."""
+            """The client's messages. A cut connection is a disconnect, after which uvicorn closes the answer."""
             came, closed = asyncio.ensure_future(receive()), asyncio.ensure_future(cut.wait())
             try:
                 await asyncio.wait((came, closed), return_when=asyncio.FIRST_COMPLETED)

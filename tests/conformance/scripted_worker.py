@@ -1,9 +1,9 @@
-"""`raylm serve` with a worker that plays a model which uses tools: what it says is a play (plays.py).
+"""`raylm serve` with a worker that plays a model with tools. It draws the text of a play (plays.py).
 
     python -m tests.conformance.scripted_worker COMMAND {url} {played} …
 
-It runs the command, with the server's address in place of {url}. At the address {played} ``GET /played`` returns
-what was played. With ``lose=1`` a process of the server is killed in the middle of each answer, in turn a worker, the
+It runs the command with the server's address in place of {url}. ``GET /played`` at the address {played} returns what
+was played. With ``lose=1``, a process of the server is killed in the middle of each answer: in turn a worker, the
 EngineCore, the engine's replica and, unless ``ingress=0``, the ingress that serves the request.
 """
 
@@ -33,27 +33,27 @@ from raylm.checkpoint import EMBEDDED
 from tests.checkpoints import make_checkpoint
 from tests.serving import ROOT, Server, free_port, serve_file
 
-CONTEXT = 131_072  # tokens; the first prompts of agents have up to 31,000 of the embedded model's tokenizer
+CONTEXT = 131_072  # tokens; the first prompts of agents have up to 31,000 with the embedded model's tokenizer
 _INGRESS = "ServeReplica:default:Ingress"
 _VICTIMS = ("WorkerActor", "EngineCoreActor", "ServeReplica:default:Engine")
 
 
 class Killer:
-    """Kills a process for each answer that a worker holds. ``killed`` counts them by name."""
+    """Kills a process for each answer at which a worker stops. ``killed`` counts the processes by name."""
 
     def __init__(self, server: Server, folder: Path) -> None:
         self.killed: Counter[str] = Counter()
         self._server, self._folder = server, folder
-        self._files = threading.Lock()  # a stop is answered, or its file is taken away
+        self._files = threading.Lock()  # held while a stopped worker is answered or its file is removed
         self._turns = {"0": cycle(_VICTIMS), "1": cycle((_INGRESS, *_VICTIMS))}
         self._turn: Iterator[str] = self._turns["1"]
         threading.Thread(target=self._run, daemon=True).start()
 
     def take(self, options: dict[str, str]) -> dict[str, Any]:
-        """What was played. With ``lose``, 0 or 1, forget it, and begin or end to kill."""
+        """The record. With ``lose`` (0 or 1), clear it, and stop or start killing."""
         seen, armed = self._folder / "seen", self._folder / "armed"
         lines = seen.read_text().splitlines() if seen.exists() else []
-        texts = dict(json.loads(line) for line in lines)  # a client asks again if its ingress is lost
+        texts = dict(json.loads(line) for line in lines)  # a client repeats its request if its ingress is lost
         found = {"seen": list(texts.values()), "lost": self.killed.total()}
         if (lose := options.get("lose")) is not None:
             with self._files:
@@ -75,7 +75,7 @@ class Killer:
             time.sleep(0.02)
 
     def _kill(self, name: str) -> None:
-        """End a process of this name, or the ingress that serves a request."""
+        """Kill a process with this name, or the ingress that serves a request."""
         pid = self._busy_ingress() if name == _INGRESS else self._server.processes(name)[0]
         os.kill(pid, signal.SIGKILL)
         self.killed[name] += 1
@@ -87,7 +87,7 @@ class Killer:
 
 
 def _listen(killer: Killer) -> ThreadingHTTPServer:
-    """Answer ``GET /played`` on a port of its own."""
+    """Answer ``GET /played`` on a separate port."""
 
     class Handler(BaseHTTPRequestHandler):
         def do_GET(self) -> None:
@@ -98,7 +98,7 @@ def _listen(killer: Killer) -> ThreadingHTTPServer:
             self.wfile.write(body)
 
         def log_message(self, *_: Any) -> None:
-            """Nothing."""
+            """Log nothing."""
 
     server = ThreadingHTTPServer(("127.0.0.1", 0), Handler)
     threading.Thread(target=server.serve_forever, daemon=True).start()
@@ -115,7 +115,7 @@ def _checkpoint(path: Path) -> Path:
 
 
 def main() -> int:
-    """Serve while the command runs; its exit status."""
+    """Serve while the command runs. Returns the command's exit status."""
     with tempfile.TemporaryDirectory() as made:
         folder, port = Path(made), free_port()
         args = {

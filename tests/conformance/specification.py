@@ -1,4 +1,4 @@
-"""OpenAI's specification as validators, with the few nulls put in that its own server sends against it."""
+"""OpenAI's specification as validators, changed where OpenAI's own server contradicts it."""
 
 from __future__ import annotations
 
@@ -14,11 +14,11 @@ _FILE = Path(__file__).parent.parent / "data" / "openai_schemas.json"
 
 @lru_cache
 def _specification() -> dict[str, Any]:
-    """The extract of the specification.
+    """The extract of the specification, with four changes.
 
-    It types a completion's finish_reason as never null (yet every chunk but the last has null), the logprobs' entries
-    as numbers (yet the first one of an echoed prompt is null), usage as an object (yet its own text on stream_options
-    says that chunks before the last have null), and an embedding as numbers (yet its own encoding_format has base64).
+    A completion's finish_reason may be null, because every chunk but the last has null. An entry of logprobs may be
+    null, because the first token of an echoed prompt has null. usage may be null, as the text on stream_options says.
+    And an embedding may be a string, because encoding_format can be base64.
     """
     spec: dict[str, Any] = json.loads(_FILE.read_text())
     schemas = spec["components"]["schemas"]
@@ -46,5 +46,5 @@ def _validator(name: str) -> jsonschema.Draft202012Validator:
 
 
 def violations(value: Any, name: str) -> list[str]:
-    """What ``value`` breaks of the schema ``name``, empty if nothing."""
+    """The violations of the schema ``name`` in ``value``."""
     return [f"{name} {error.json_path}: {error.message[:200]}" for error in _validator(name).iter_errors(value)]

@@ -1,4 +1,4 @@
-"""The client libraries against the embedded model; clients.py says what they do."""
+"""The client libraries of clients.py against the embedded model."""
 
 from __future__ import annotations
 
@@ -15,5 +15,5 @@ INSTALLED = [check for library in ("openai", "anthropic", "langchain_openai") fo
 @pytest.mark.parametrize("check", INSTALLED, ids=lambda check: check.__name__)
 def test_client(url: str, check: Callable[[str], None]) -> None:
     with warnings.catch_warnings():
-        warnings.simplefilter("ignore")  # how libraries speak of their own future is not ours to fail for
+        warnings.simplefilter("ignore")  # deprecation warnings of libraries are not our errors
         check(url)

@@ -1,4 +1,4 @@
-"""All endpoints against the specifications, bad samples that must be caught, and /openapi.json."""
+"""All endpoints against the specifications, bad samples that must be detected, and /openapi.json."""
 
 from __future__ import annotations
 
@@ -41,7 +41,7 @@ def test_tools_and_thoughts_are_among_what_is_checked(url: str) -> None:
 
 @pytest.fixture(scope="module")
 def samples(url: str) -> dict[str, Any]:
-    """One good object of each kind."""
+    """One valid object of each kind."""
     found: dict[str, Any] = {}
     with httpx.Client(base_url=url, timeout=300) as client:
         for path, body, schema in (
@@ -83,7 +83,7 @@ BAD: list[tuple[str, str, Any]] = [
     ("CreateChatCompletionResponse", "created", "now"),
     ("CreateChatCompletionResponse", "choices.0.finish_reason", "done"),
     ("CreateChatCompletionResponse", "choices.0.message.role", "user"),
-    ("CreateChatCompletionResponse", "choices.0.message.content", None),  # as an absent field, see below
+    ("CreateChatCompletionResponse", "choices.0.message.content", None),  # None removes the field
     ("CreateChatCompletionResponse", "choices.0.logprobs.content.0.bytes", "x"),
     ("CreateChatCompletionResponse", "usage.total_tokens", "1"),
     ("CreateChatCompletionStreamResponse", "choices.0.index", "0"),
@@ -102,7 +102,7 @@ BAD: list[tuple[str, str, Any]] = [
 
 @pytest.mark.parametrize(("schema", "place", "value"), BAD)
 def test_bad_samples_are_caught(samples: dict[str, Any], schema: str, place: str, value: Any) -> None:
-    """None takes the field away."""
+    """The value None removes the field."""
     assert faults_of(samples[schema], schema) == []
     sample = copy.deepcopy(samples[schema])
     *way, last = place.split(".")
@@ -166,7 +166,7 @@ def test_the_description_takes_what_the_server_takes(description: dict[str, Any]
         body_validator(description, case.path).validate({"model": "m"} | case.body)
     for path in {case.path for case in served}:
         good = next(case.body for case in served if case.path == path)
-        assert body_validator(description, path).is_valid(good), "where one model is served its name may be left out"
+        assert body_validator(description, path).is_valid(good), "with one served model, a request may omit its name"
         if "messages" in good and path == "/v1/chat/completions":
             custom, wrong = ({"messages": [{"role": role, "content": "x"}]} for role in ("critic", "no role"))
             assert body_validator(description, path).is_valid(good | custom)

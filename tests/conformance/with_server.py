@@ -11,7 +11,7 @@ from tests.serving import ARGS, Server, free_port, serve_file
 
 
 def main() -> int:
-    """Serve as `raylm serve` does, on a free port, while the command runs; its exit status."""
+    """Serve with `raylm serve` on a free port while the command runs. Returns the command's exit status."""
     port = free_port()
     with tempfile.TemporaryDirectory() as folder:
         path = serve_file(Path(folder) / "serve.yaml", port, ARGS)

@@ -1,4 +1,4 @@
-"""Python imports this at start where the folder is on its path. It makes workers play: see played_sampler.py."""
+"""Python imports this module at start if its folder is on the path. It patches the sampler: see played_sampler.py."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ _SAMPLER = "raylm.worker.sampling.sampler"
 
 
 class _Finder(MetaPathFinder):
-    """Finds the sampler's module, and changes it when it was executed."""
+    """Finds the sampler's module, and patches it after the module is executed."""
 
     def find_spec(self, name: str, path: Any, target: ModuleType | None = None) -> ModuleSpec | None:
         if name != _SAMPLER:
