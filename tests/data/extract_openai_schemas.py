@@ -1,9 +1,9 @@
-"""Cut out of OpenAI's specification what the tests of the HTTP side check against; writes openai_schemas.json.
+"""Extract the parts of OpenAI's specification that the HTTP tests use. Writes openai_schemas.json.
 
     python tests/data/extract_openai_schemas.py openapi.json
 
-The specification (https://github.com/openai/openai-openapi, MIT licence) is 1.5 MB; the part used here, without its
-prose, is about 4 % of it. OpenAPI 3.0's ``nullable`` is rewritten as JSON Schema.
+The specification (https://github.com/openai/openai-openapi, MIT licence) has 1.5 MB. The extract, without descriptions,
+is about 4 % of it. ``nullable`` of OpenAPI 3.0 is rewritten as JSON Schema.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ ROOTS = [
     "Model",
 ]
 REQUESTS = ["CreateChatCompletionRequest", "CreateCompletionRequest", "CreateEmbeddingRequest", "CreateResponse"]
-# Of these unions only what a server of text alone sends; anything else it sends is a violation.
+# The members of these unions that a text-only server sends. Any other member is a violation.
 SENT = {
     "OutputItem": {
         "OutputMessage", "FunctionToolCall", "CustomToolCall", "ReasoningItem", "MCPListTools", "MCPToolCall",
@@ -70,7 +70,7 @@ PROSE = {"description", "example", "examples", "title", "deprecated", "discrimin
 
 
 def clean(node: Any, *, names: bool = False) -> Any:
-    """``node`` without prose and vendor keys; ``names`` where its keys are names of properties, not keywords."""
+    """``node`` without descriptions and vendor keys. ``names``: the keys are property names, not keywords."""
     if isinstance(node, list):
         return [clean(item) for item in node]
     if not isinstance(node, dict):
@@ -84,7 +84,7 @@ def clean(node: Any, *, names: bool = False) -> Any:
 
 
 def narrow(name: str, schema: Any) -> Any:
-    """``schema`` with fewer members, if it is one of the unions of SENT."""
+    """``schema``, reduced to the members in SENT if it is one of these unions."""
     if name not in SENT:
         return schema
     kind = "oneOf" if "oneOf" in schema else "anyOf"
@@ -104,7 +104,7 @@ def references(node: Any) -> set[str]:
 
 
 def fields(schemas: dict[str, Any], name: str) -> set[str]:
-    """Property names of a request schema, through its allOf."""
+    """Property names of a request schema, including its allOf."""
     found: set[str] = set()
     for part in schemas[name].get("allOf", [schemas[name]]):
         found |= fields(schemas, part["$ref"].rsplit("/", 1)[1]) if "$ref" in part else set(part.get("properties", {}))

@@ -1,9 +1,10 @@
-"""Cut out of RayService's definition what deploy/*.yaml are checked against; writes rayservice_schema.json.
+"""Extract the parts of RayService's definition that deploy/*.yaml use. Writes rayservice_schema.json.
 
     python tests/data/extract_rayservice_schema.py ray.io_rayservices.yaml
 
-The definition (https://github.com/ray-project/kuberay, ray-operator/config/crd/bases, Apache licence) is 1 MB; kept are
-the fields that our files use, without prose. Other fields are then refused: extract again when a file uses a new one.
+The definition (https://github.com/ray-project/kuberay, ray-operator/config/crd/bases, Apache licence) has 1 MB. The
+extract has the fields of our files, without descriptions. Other fields are refused, so extract again when a file uses a
+new field.
 """
 
 from __future__ import annotations
@@ -20,7 +21,7 @@ KEPT = {"type", "enum", "pattern", "minimum", "maximum", "minLength", "required"
 
 
 def reduced(schema: dict[str, Any], values: list[Any], where: str) -> dict[str, Any]:
-    """``schema`` as far as ``values`` need it."""
+    """The parts of ``schema`` that ``values`` use."""
     found: dict[str, Any] = {key: schema[key] for key in schema if key in KEPT}
     objects = [value for value in values if isinstance(value, dict)]
     if "properties" in schema:
@@ -41,14 +42,14 @@ def reduced(schema: dict[str, Any], values: list[Any], where: str) -> dict[str, 
 
 
 def main() -> None:
-    """Read the definition that the command line names."""
+    """Read the definition named on the command line."""
     definition = yaml.safe_load(Path(sys.argv[1]).read_text())
     (version,) = (version for version in definition["spec"]["versions"] if version["name"] == "v1")
     files = sorted((HERE.parents[1] / "deploy").glob("rayservice*.yaml"))
     files.append(HERE.parents[1] / "deploy" / "gcs-fault-tolerance.yaml")
     documents = [yaml.safe_load(file.read_text()) for file in files]
     schema = reduced(version["schema"]["openAPIV3Schema"], documents, "RayService")
-    # Every object has these; the definition leaves them to Kubernetes.
+    # Every object has these fields. The definition leaves them to Kubernetes.
     schema["properties"]["apiVersion"] = {"const": f"{definition['spec']['group']}/{version['name']}"}
     schema["properties"]["kind"] = {"const": definition["spec"]["names"]["kind"]}
     schema["$comment"] = "From RayService v1 of KubeRay, https://github.com/ray-project/kuberay, Apache licence 2.0"
