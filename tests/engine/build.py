@@ -1,4 +1,4 @@
-"""Short ways to build what the engine's tests need."""
+"""Short functions that build objects for the engine's tests."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ CLIENT = "client"
 
 
 def request(prompt: list[int], key: int = 0, *, priority: int = 0, salt: str | None = None, **params: Any) -> Any:
-    """A request with EOS 0; ``params`` are those of SamplingParams, the seed 7 if none is given."""
+    """A request with EOS 0. ``params`` are SamplingParams; the default seed is 7."""
     return EngineCoreRequest(
         key=key,
         request_id=str(key),
@@ -31,13 +31,13 @@ def request(prompt: list[int], key: int = 0, *, priority: int = 0, salt: str | N
 
 
 def sequence(tokens: list[int], seq_id: int = 0, arrival: int = 0, index: int = 0, **fields: Any) -> Sequence:
-    """A sequence that nobody schedules."""
+    """A sequence that no Scheduler knows."""
     state = RequestState(CLIENT, request(tokens, key=arrival, **fields), arrival, seed=7, limit=1000, num_unforked=0)
     return state.sequence(seq_id, index)
 
 
 class Engine:
-    """A scheduler with small numbers; the test is its worker."""
+    """A scheduler with small numbers. The test acts as the worker."""
 
     def __init__(
         self, num_blocks: int = 8, block_size: int = 4, max_model_len: int = 1000, stages: int = 1, **fields: Any
@@ -49,17 +49,17 @@ class Engine:
         self.scheduler = Scheduler(config, self.kv, max_model_len, stages=stages)
 
     def add(self, prompt: list[int], key: int = 0, **fields: Any) -> None:
-        """Add a request of the one client."""
+        """Add a request of the only client."""
         self.scheduler.add(CLIENT, request(prompt, key, **fields))
 
     def schedule(self) -> SchedulerOutput:
-        """A step that must have something in it."""
+        """Schedule a step, which must not be empty."""
         plan = self.scheduler.schedule()
         assert plan is not None
         return plan
 
     def update(self, plan: SchedulerOutput, *tokens: int, **fields: Any) -> EngineCoreOutputs | None:
-        """Let the sequences that drew have drawn ``tokens`` (5 each, if none are given)."""
+        """Process a result in which the sequences that drew have drawn ``tokens`` (5 each by default)."""
         seq_ids = [seq_id for seq_id, samples in zip(plan.seq_ids, plan.samples, strict=True) if samples]
         failed = {seq_id for seq_id, _ in (*fields.get("failed", ()), *fields.get("undrawable", ()))}
         seq_ids = [seq_id for seq_id in seq_ids if seq_id not in failed]
@@ -70,16 +70,16 @@ class Engine:
         return news.get(CLIENT)
 
     def step(self, *tokens: int) -> EngineCoreOutputs | None:
-        """Schedule and update."""
+        """Schedule a step and process its result."""
         return self.update(self.schedule(), *tokens)
 
     def lengths(self) -> dict[int, int]:
-        """Known tokens of the running sequences by the key of their request."""
+        """Known tokens of the running sequences, by the key of their request."""
         return {seq.key: len(seq.token_ids) for seq in self.scheduler.running}
 
 
 def crowd(engine: Engine, *lengths: int, **fields: list[int]) -> None:
-    """Sequences of the given lengths, all running; a multiple of 4 needs a block for its next token."""
+    """Start sequences of the given lengths. If a length is a multiple of 4, the next token needs a new block."""
     for key, length in enumerate(lengths):
         engine.add([key + 1] * length, key=key, **{name: values[key] for name, values in fields.items()})
     admit = engine.kv.admit

@@ -1,4 +1,4 @@
-"""Random lives of EngineCores: clients, adapters and engines come and go, under targets, limits and a moving clock."""
+"""Random runs of EngineCores with changing clients, adapters and engines, with targets, limits and a moving clock."""
 
 from __future__ import annotations
 
@@ -21,13 +21,13 @@ from tests.engine.simulation import MODEL, expected, random_service
 from tests.fakes import FakeExecutor, FakeWorker
 
 LONGEST = 100
-MOST_TURNS = 200_000  # of the event loop until all that is open must have ended; 26,000 were needed by 1,051 requests
+MOST_TURNS = 200_000  # turns of the event loop until all open requests have ended; 1,051 requests needed 26,000
 ADAPTERS = [LoRAAdapter(name, f"path/{name}") for name in "xy"]
 
 
 @dataclass
 class Asked:
-    """One request, what its client has of each sequence, and how it ended; ``gone`` is what needs no end."""
+    """One request, its client's tokens of each sequence, and its end. A request that is ``gone`` needs no end."""
 
     request: EngineCoreRequest
     tokens: defaultdict[int, list[int]] = field(default_factory=lambda: defaultdict(list))
@@ -41,13 +41,13 @@ class Asked:
         return self.gone or self.error is not None or len(self.finished | self.stopped) == self.request.params.n
 
     def again(self) -> EngineCoreRequest:
-        """As it goes to another engine when the first one is lost."""
+        """The request as it is sent to another engine after the first one is lost."""
         over = self.finished | self.stopped
         drawn = [None if index in over else tuple(self.tokens[index]) for index in range(self.request.params.n)]
         return replace(self.request, drawn=tuple(drawn))
 
     def check(self) -> None:
-        """Each sequence has the tokens that it would have got alone, all of them where nothing ended it."""
+        """Check that each sequence has the tokens of a run alone, and all of them unless the request was ended."""
         path = f"path/{self.request.adapter}" if self.request.adapter else ""
         if self.error is not None:
             self._check_error(self.error)
@@ -63,7 +63,7 @@ class Asked:
         match error:
             case DeadlineExceededError():
                 assert self.request.service.timeout_s is not None
-                assert not drawn, "a request that has drawn was given up"
+                assert not drawn, "a request was given up after it drew a token"
             case ModelNotFoundError():
                 assert self.request.adapter is not None
             case InvalidRequestError():
@@ -79,7 +79,7 @@ class Client:
 
 
 class Life:
-    """A few clients of one engine after another, with everything that they may ask."""
+    """Some clients of a series of engines, with all kinds of calls."""
 
     def __init__(self, seed: int) -> None:
         self.rng = rng = Random(seed)
@@ -122,7 +122,7 @@ class Life:
         self.run = asyncio.create_task(self.core.run())
 
     async def live(self, length: int) -> None:
-        """So many events, then an end of everything."""
+        """Run ``length`` random events, then let all requests end."""
         await self.begin()
         kinds = {
             "connect": 8, "drop": 4, "add": 48, "abort": 10, "stop": 5, "load": 6, "unload": 4, "watch": 5, "take": 3,
@@ -140,7 +140,7 @@ class Life:
         await self._end()
 
     def _pass_time(self) -> None:
-        """The clock moves on, and now and then jumps, as when it is set."""
+        """Advance the clock. Sometimes it jumps, as if it were set."""
         self.now += self.rng.choice([0.0, 0.01, 0.5, 5.0])
         self.now += self.rng.choice([-3600, 3600, -20, 70]) if self.rng.random() < 0.03 else 0
 
@@ -151,7 +151,7 @@ class Life:
         else:
             getattr(self, kind)(client_id)
 
-    # -------------------------------------------------------------- what is done
+    # -------------------------------------------------------------- events
 
     def connect(self, client_id: str) -> None:
         self.leave(client_id)
@@ -163,7 +163,7 @@ class Life:
         self.core.drop_client(client_id)
 
     def leave(self, client_id: str) -> None:
-        """What a client has open needs no end any more."""
+        """Disconnect a client. Its open requests need no end."""
         if (client := self.clients.pop(client_id, None)) is not None:
             client.reader.cancel()
         for (owner, _), asked in self.asked.items():
@@ -202,7 +202,7 @@ class Life:
         self.core.abort(client_id, [asked.request.key for asked in given_up])
 
     def stop(self, client_id: str) -> None:
-        """A client ends a sequence by the text of its tokens, so it has some."""
+        """A client stops a sequence because of the text of its tokens, so the sequence has some tokens."""
         chosen = [
             (asked, self.rng.choice(began))
             for asked in self._open(client_id)
@@ -233,7 +233,7 @@ class Life:
         self.core.take_parked(replace(request([1]), resumable_as=f"name {self.rng.randint(0, 5)}"))
 
     async def lose(self) -> None:
-        """The engine ends; another one goes on with what was open, from what its clients have."""
+        """The engine ends. Another one continues the open requests with the tokens that their clients have."""
         if self.run.done():
             return
         await asyncio.gather(*self.calls)
@@ -267,7 +267,7 @@ class Life:
             assert asked.error is None, "two errors"
             asked.error = error
 
-    # -------------------------------------------------------------- what must hold in the end
+    # -------------------------------------------------------------- checks at the end
 
     async def _end(self) -> None:
         try:
@@ -277,13 +277,13 @@ class Life:
                 await asyncio.sleep(0)
             if self.run.done():
                 self.run.result()
-            assert not self.core.has_work, "it does not end"
+            assert not self.core.has_work, "the core still has work"
             await asyncio.gather(*self.calls)
             await turns(10)
             assert not self.core._in_flight
             check_kv(self.core.scheduler.kv)
             self.core.scheduler.kv.check_idle()
-            assert not self.core.scheduler.parking._open, "parking keeps open requests"
+            assert not self.core.scheduler.parking._open, "parking still has open requests"
             assert len(self.core.scheduler._limits) == 0, "a time limit outlives its request"
             for client in self.clients.values():
                 if client.reader.done():

@@ -1,4 +1,4 @@
-"""How faults are planted in the engine core, and the random lives that must catch them."""
+"""Plants faults in the engine core. The random runs must detect each of them."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ def wrap(patch: Patch, owner: type, name: str, change: Callable[..., Any]) -> No
 
 
 def faults_of(module: str) -> list[Plant]:
-    """The functions of a module that plant a fault: those that take a patch and return nothing."""
+    """The functions of a module that plant a fault: their annotations are (patch: Patch) -> None."""
     annotations = {"patch": "Patch", "return": "None"}
     found = [
         value for value in vars(sys.modules[module]).values() if getattr(value, "__annotations__", 0) == annotations
@@ -33,12 +33,12 @@ def faults_of(module: str) -> list[Plant]:
 
 
 def lives() -> int:
-    """The same random lives for every fault; returns how many sequences ended in them."""
+    """The same random runs for every fault. Returns the number of sequences that ended."""
     return sum(len(live(seed, length=70).answers) for seed in range(LIVES))
 
 
 def caught(plant: Plant, patch: Patch) -> bool:
-    """Whether the lives catch a fault."""
+    """Whether the random runs detect a fault."""
     plant(patch)
     try:
         lives()

@@ -1,4 +1,4 @@
-"""An EngineCore that runs over a fake executor, and what its clients get."""
+"""A running EngineCore over a fake executor, and the expected outputs of its clients."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ def config(steps_in_flight: Any = 2, max_model_len: int | None = None, num_block
 
 @asynccontextmanager
 async def running(executor: ModelExecutor, settings: Config | None = None) -> AsyncIterator[EngineCore]:
-    """A started core that runs in the background; afterwards it must be idle and whole."""
+    """A started core that runs in the background. At the end it must be idle, with intact KV blocks."""
     core = EngineCore(settings or config(), executor)
     await core.start()
     run = asyncio.create_task(core.run())
@@ -57,7 +57,7 @@ async def until(condition: Any) -> None:
 
 
 async def collect(outbox: Outbox, sequences: int) -> Tokens:
-    """Everything until so many sequences have ended."""
+    """All tokens until ``sequences`` sequences have ended."""
     tokens: Tokens = defaultdict(list)
     while sequences:
         out = await outbox.get()
@@ -71,7 +71,7 @@ async def collect(outbox: Outbox, sequences: int) -> Tokens:
 
 
 def answers(requests: list[EngineCoreRequest]) -> Tokens:
-    """What requests with ignore_eos and max_tokens must get."""
+    """The expected tokens of requests with ignore_eos and max_tokens."""
     return {
         (one.key, index): FakeModel().continuation(
             one.prompt_token_ids, sequence_seed(one.params.seed or 0, index), one.params.max_tokens or 0

@@ -1,4 +1,4 @@
-"""Random runs of the Scheduler against a fake worker, and what each request must get, computed without either."""
+"""Random runs of the Scheduler with a fake worker. The expected tokens of each request are computed without both."""
 
 from __future__ import annotations
 
@@ -23,12 +23,12 @@ from tests.fakes import FakeModel, FakeWorker
 
 MODEL = FakeModel(vocab_size=4, eos_token_id=0, eos_period=9)
 POISON = 99
-WEIGHTS = {"": 1.0, "one": 1.0, "other": 0.1, "third": 7.0}  # of the keys
+WEIGHTS = {"": 1.0, "one": 1.0, "other": 0.1, "third": 7.0}  # of the API keys
 
 
 @dataclass(frozen=True)
 class Setup:
-    """One engine: tiny, so that everything runs out. Under a ``moving_clock`` targets and time limits count."""
+    """The limits of one engine, all tiny. With a ``moving_clock``, targets and time limits have an effect."""
 
     num_blocks: int
     block_size: int
@@ -42,19 +42,19 @@ class Setup:
     lateness: float
     target_itl_ms: float | None
     moving_clock: bool
-    stages: int = field(default=1, repr=False)  # the seed of a run, its repr, is that of one stage
+    stages: int = field(default=1, repr=False)  # not in the repr, which is the seed of a run
 
     @property
     def most_in_flight(self) -> int:
-        """One step more for each further stage."""
+        """The number of steps in flight: one more for each further stage."""
         return self.steps_in_flight + self.stages - 1
 
 
 @dataclass(frozen=True)
 class Op:
-    """``add`` a request, ``abort`` one, ``schedule`` a step, ``update`` by the oldest in flight, ``reset`` the pool.
+    """``add`` a request, ``abort`` one, ``schedule`` a step, ``update`` with the oldest one, or ``reset`` the pool.
 
-    ``replay`` lets a request go on from what its client has, as if another engine had begun it.
+    ``replay`` adds an open request again with the client's tokens, as if another engine had begun it.
     """
 
     kind: str
@@ -82,7 +82,7 @@ def random_setup(rng: Random) -> Setup:
 
 
 def random_request(rng: Random, key: int) -> EngineCoreRequest:
-    """Prompts of two token ids, so that many share beginnings; a few are poisoned."""
+    """Prompts of two token ids, so that many have common prefixes. A few contain the poison token."""
     prompt = rng.choices([1, 2], [3, 1], k=rng.randint(1, 14))
     if rng.random() < 0.04:
         prompt[rng.randrange(len(prompt))] = POISON
@@ -111,7 +111,7 @@ def random_request(rng: Random, key: int) -> EngineCoreRequest:
 
 
 def random_service(rng: Random) -> ServiceLevel:
-    """Four keys; some requests have targets that cannot be met, and time limits that pass while they wait."""
+    """Four keys. Some requests have targets that cannot be met, and time limits that end while they wait."""
     tenant = rng.choice([*WEIGHTS])
     return ServiceLevel(
         tenant=tenant,
@@ -123,7 +123,7 @@ def random_service(rng: Random) -> ServiceLevel:
 
 
 def random_script(rng: Random, length: int) -> list[Op]:
-    """A busy life: about three steps for an arrival, and some aborts."""
+    """About two steps for each added request, and some aborts."""
     kinds = rng.choices(["add", "abort", "schedule", "update", "reset", "replay"], [12, 3, 20, 18, 1, 4], k=length)
     script = []
     for key, kind in enumerate(kinds):
@@ -134,7 +134,7 @@ def random_script(rng: Random, length: int) -> list[Op]:
 
 @dataclass
 class Answer:
-    """What a client has of one sequence."""
+    """A client's outputs of one sequence."""
 
     token_ids: list[int] = field(default_factory=list)
     logprobs: list[tuple[int, ...]] = field(default_factory=list)
@@ -144,7 +144,7 @@ class Answer:
 
 @dataclass
 class Run:
-    """One engine's life, checked at every step."""
+    """A run of one engine, checked at every step."""
 
     setup: Setup
     handed_over: list[tuple[SchedulerOutput, bytes]] = field(default_factory=list)
@@ -155,7 +155,7 @@ class Run:
     failed: set[int] = field(default_factory=set)
     answers: dict[tuple[int, int], Answer] = field(default_factory=dict)
     prompt_logprobs: dict[int, Any] = field(default_factory=dict)
-    replayed: dict[int, int] = field(default_factory=dict)  # their order, before all others
+    replayed: dict[int, int] = field(default_factory=dict)  # negative numbers, which are before all keys
     owner: dict[int, int] = field(default_factory=dict)
     wasted: Counter[int] = field(default_factory=Counter)
     started: list[tuple[str | None, list[int]]] = field(default_factory=list)
@@ -184,10 +184,10 @@ class Run:
             model=MODEL,
         )
 
-    # -------------------------------------------------------------- what is done
+    # -------------------------------------------------------------- events
 
     def play(self, script: list[Op]) -> None:
-        """Run a script, let everything end, and compare."""
+        """Run a script, let all requests end, and compare their outputs."""
         for op in script:
             getattr(self, op.kind)(op)
             check_kv(self.kv)
@@ -195,16 +195,16 @@ class Run:
         while self.scheduler.has_work or self.in_flight:
             given_up = len(self.aborted)
             self.schedule(Op("schedule"))
-            assert self.in_flight or len(self.aborted) > given_up, "requests are open, and nothing can be scheduled"
+            assert self.in_flight or len(self.aborted) > given_up, "requests are open, but no step can be scheduled"
             self.update(Op("update"))
             budget -= 1
-            assert budget > 0, "the engine goes round in circles"
+            assert budget > 0, "the engine makes no progress"
         check_kv(self.kv)
         self.kv.check_idle()
         self.compare()
 
     def add(self, op: Op) -> None:
-        """A request arrives; one that cannot be served is refused."""
+        """A request arrives. The scheduler refuses it if it cannot be served."""
         assert op.request is not None
         key = len(self.added)
         request = replace(op.request, key=key, arrival_time=self.now - self.rng.choice([0.0, 0.01, 3.0]))
@@ -218,7 +218,7 @@ class Run:
             assert len(request.prompt_token_ids) < self.max_model_len
 
     def abort(self, op: Op) -> None:
-        """A client gives up one of its requests, in whatever state it is."""
+        """A client aborts one of its requests, in any state."""
         if self.added:
             client_id, request = self.added[op.pick % len(self.added)]
             if (client_id, request.key) in self.scheduler.open_requests():
@@ -227,7 +227,7 @@ class Run:
             assert (client_id, request.key) not in self.scheduler.open_requests()
 
     def replay(self, op: Op) -> None:
-        """An open request comes again, with what its client has of each sequence."""
+        """An open request is added again, with its client's tokens of each sequence."""
         if not self.added:
             return
         client_id, request = self.added[op.pick % len(self.added)]
@@ -240,12 +240,12 @@ class Run:
         self.replayed[request.key] = max(self.replayed.values(), default=-(10**6)) + 1
 
     def reset(self, op: Op) -> None:
-        """The cache is emptied: nothing that was started before may be found from now on."""
+        """Empty the prefix cache. Later sequences must not find earlier blocks."""
         self.kv.reset()
         self.started.clear()
 
     def schedule(self, op: Op) -> None:
-        """Hand a step over, if there is room for one in flight."""
+        """Schedule a step and run it, if the number of steps in flight allows it."""
         if len(self.in_flight) == self.setup.most_in_flight:
             return
         self._pass_time()
@@ -261,7 +261,7 @@ class Run:
             self.in_flight.append((plan, self.worker.execute(plan)))
 
     def update(self, op: Op) -> None:
-        """Take in the oldest step."""
+        """Process the result of the oldest step."""
         if not self.in_flight:
             return
         self._pass_time()
@@ -274,31 +274,31 @@ class Run:
             self._take(client_id, outputs)
 
     def _pass_time(self) -> None:
-        """The clock moves on, and now and then jumps, as when it is set."""
+        """Advance the clock. Sometimes it jumps, as if it were set."""
         if self.setup.moving_clock:
             self.now += self.rng.choice([0.0, 0.001, 0.01, 0.1, 1.0, 11.0])
             self.now += self.rng.choice([-3600, 3600, -20, 70]) if self.rng.random() < 0.03 else 0
 
-    # -------------------------------------------------------------- what must hold at every step
+    # -------------------------------------------------------------- checks at every step
 
     def _give_up(self, given_up: list[tuple[str, int]]) -> None:
-        """Only requests that drew nothing within their time limits may be given up."""
+        """Only requests without tokens may be given up, after their time limits."""
         for client_id, key in given_up:
             owner, request = self.added[key]
-            assert (client_id, key) not in self.scheduler.open_requests(), "it is given up, and open"
+            assert (client_id, key) not in self.scheduler.open_requests(), "it is given up and still open"
             assert owner == client_id
             assert request.service.timeout_s is not None, "it has no time limit"
-            assert self.now > request.arrival_time + request.service.timeout_s, "its time is not over"
+            assert self.now > request.arrival_time + request.service.timeout_s, "its time limit is not over"
             drawn = [self.answers[key, index] for index in range(request.params.n) if (key, index) in self.answers]
-            assert not any(answer.token_ids for answer in drawn), "it has drawn already"
+            assert not any(answer.token_ids for answer in drawn), "it has already drawn a token"
             self.aborted.add(key)
 
     def _rank(self, seq: Sequence) -> tuple[int, int, int]:
         priority = seq.state.request.priority if self.setup.policy == "priority" else 0
-        return (priority, self.replayed.get(seq.key, seq.key), seq.index)  # keys are given in the order of arrival
+        return (priority, self.replayed.get(seq.key, seq.key), seq.index)  # keys are numbered in the order of arrival
 
     def _place(self, seq: Sequence) -> tuple[float, int, int]:
-        """Where a sequence waits, under a policy that is strict; waiting for AGING_S makes up for a class."""
+        """The place of a waiting sequence under a strict policy. Waiting for AGING_S is worth one priority class."""
         priority, order, index = self._rank(seq)
         aged = seq.state.request.arrival_time / AGING_S if self.setup.policy == "priority" else 0.0
         return (priority + aged, order, index)
@@ -307,27 +307,30 @@ class Run:
         return [*self.scheduler.running, *self.scheduler.waiting]
 
     def _may_rest(self, seq: Sequence) -> bool:
-        """With several stages, decoding sequences take turns."""
+        """Whether a running sequence may skip a step: with several stages, decoding sequences take turns."""
         return self.setup.stages > 1 and seq.num_tokens - seq.num_computed == 1
 
     def _check_order(self, plan: SchedulerOutput, ready: list[Sequence], preempted: list[Sequence]) -> None:
-        """Running first, but for prompts that yield; then strict head of line. The lowest class is preempted."""
+        """Running sequences come first, except prompts.
+
+        Then the waiting order is strict. Preemption takes the lowest class.
+        """
         running = {seq.id: seq for seq in self.scheduler.running}
         waiting = [self._place(seq) for seq in self.scheduler.waiting]
         displaced = self._displaced(plan, preempted)
         if plan.new:
             others = [seq for seq in ready if seq.id not in plan.seq_ids and seq is not displaced]
             waits = [seq for seq in others if self.setup.policy == "fcfs" or not seq.has_prompt_left]
-            assert not waits, "a new sequence runs, and a running one must wait"
+            assert not waits, "a new sequence runs although a running one must wait"
             last = max(self._place(running[new.seq_id]) for new in plan.new)
-            assert self.setup.policy == "fair" or all(last < rank for rank in waiting), "somebody jumped the queue"
+            assert self.setup.policy == "fair" or all(last < rank for rank in waiting), "a new sequence passed another"
         for victim in preempted:
-            assert all(self._rank(seq)[0] <= self._rank(victim)[0] for seq in running.values()), "not the lowest class"
+            assert all(self._rank(seq)[0] <= self._rank(victim)[0] for seq in running.values()), "a lower class runs"
             better = any(self._rank(running[seq_id]) < self._rank(victim) for seq_id in plan.seq_ids)
-            assert better or victim is displaced, "for nobody's good"
+            assert better or victim is displaced, "the preemption helps no sequence of a higher rank"
 
     def _displaced(self, plan: SchedulerOutput, preempted: list[Sequence]) -> Sequence | None:
-        """The sequence that gave its place to a new one, of a tenant that had more sequences by weight."""
+        """The sequence preempted for a new one, because its tenant had more sequences relative to its weight."""
         queue = self.scheduler.waiting
         if not isinstance(queue, FairQueue) or not plan.new or len(self.scheduler.running) < self.setup.max_num_seqs:
             return None
@@ -340,7 +343,7 @@ class Run:
         return next((seq for seq, tenant in tenants if (runs[tenant] + 1) / weights[tenant] > most), None)
 
     def _check_hits(self, plan: SchedulerOutput) -> None:
-        """A prefix hit needs an earlier sequence of the same salt with the same beginning."""
+        """A prefix hit needs an earlier sequence with the same salt and the same prefix."""
         for new in plan.new:
             computed = plan.num_computed[plan.seq_ids.index(new.seq_id)]
             request = next(seq for seq in self.scheduler.running if seq.id == new.seq_id).state.request
@@ -357,9 +360,9 @@ class Run:
     def _take(self, client_id: str, outputs: EngineCoreOutputs) -> None:
         start = entry = 0
         for row, (key, index) in enumerate(zip(outputs.keys, outputs.indexes, strict=True)):
-            assert self.added[key][0] == client_id, "somebody else's tokens"
+            assert self.added[key][0] == client_id, "tokens of another client's request"
             answer = self.answers.setdefault((key, index), Answer())
-            assert answer.finish is None, "a token after the end"
+            assert answer.finish is None, "a token after the end of the sequence"
             assert key not in self.aborted, "a token after an abort"
             end = start + outputs.token_counts[row]
             answer.token_ids += outputs.token_ids[start:end]
@@ -377,23 +380,23 @@ class Run:
             self.prompt_logprobs[key] = logprobs
         self.failed.update(key for key, _ in outputs.errors)
 
-    # -------------------------------------------------------------- what must hold in the end
+    # -------------------------------------------------------------- checks at the end
 
     @property
     def settled(self) -> set[int]:
-        """Keys of the requests that came to an end of some kind."""
+        """Keys of the requests that ended in any way."""
         ended = {key for (key, _), answer in self.answers.items() if answer.finish is not None}
         return ended | self.aborted | self.refused | self.failed
 
     def compare(self) -> None:
-        """Every request got what it would have got alone in the world."""
+        """Check that every request got the tokens that it gets alone."""
         assert all(pickle.loads(before) == plan for plan, before in self.handed_over), (
-            "a plan changed in a worker's hands"
+            "a plan was changed after it was handed over"
         )
         for seq_id, count in self.wasted.items():
             most = self.setup.most_in_flight - (self.owner[seq_id] not in self.aborted | self.replayed.keys())
             assert count <= most, f"{count} tokens of sequence {seq_id} were drawn in vain"
-        assert set(self.worker.rows) <= set(self.scheduler._finished), "the worker was not told who has gone"
+        assert set(self.worker.rows) <= set(self.scheduler._finished), "the worker still has rows of ended sequences"
         for _, request in self.added:
             if request.key in self.refused:
                 continue
@@ -420,7 +423,7 @@ class Run:
         assert answer.logprobs == ([] if count is None else [(token, *others) for token in tokens])
 
     def _compare_prompt_logprobs(self, request: EngineCoreRequest) -> None:
-        """One entry for each prompt token; the token itself comes first in all but the first, which is empty."""
+        """One entry for each prompt token, with the token itself first. The entry of the first token is empty."""
         logprobs = self.prompt_logprobs[request.key]
         count = 1 + (request.params.prompt_logprobs or 0)
         prompt = list(request.prompt_token_ids)
@@ -431,7 +434,7 @@ class Run:
 def expected(
     request: EngineCoreRequest, index: int, max_model_len: int, adapter: str = ""
 ) -> tuple[list[int], tuple[str, int | None]]:
-    """Tokens and (finish reason, stop reason) of one sequence alone: the rules of the API, token after token.
+    """The tokens and (finish reason, stop reason) of one sequence alone, by the rules of the API.
 
     ``adapter`` is the path of its LoRA adapter.
     """

@@ -1,4 +1,4 @@
-"""LoRA adapters in the EngineCore over a fake worker: who is told, what ends what, and what shares no KV."""
+"""LoRA adapters in the EngineCore with a fake worker: announcements, ended requests, and separate KV blocks."""
 
 from __future__ import annotations
 
@@ -41,14 +41,14 @@ def asking(key: int, adapter: str | None, tokens: int = 6) -> EngineCoreRequest:
 
 
 async def told(outbox: Outbox) -> list[str]:
-    """The names in the next message, which must be about adapters."""
+    """The adapter names in the next message, which must have some."""
     adapters = (await outbox.get()).adapters
     assert adapters is not None
     return [adapter.name for adapter in adapters]
 
 
 async def answers(core: EngineCore, names: list[str | None]) -> list[list[int]]:
-    """The first sequence of a request for each name, all asked at once."""
+    """The tokens of the first sequence of a request for each name. All requests are sent at once."""
     outbox = core.connect("asker")
     core.add("asker", [asking(key, name) for key, name in enumerate(names)])
     tokens: Tokens = await collect(outbox, 2 * len(names))
@@ -65,7 +65,7 @@ async def test_requests_of_one_batch_use_their_own_adapters() -> None:
         await core.load_adapter(TWO)
         wanted = [expected(), expected(ONE.path), expected(TWO.path)] * 2
         assert await answers(core, [None, "one", "two"] * 2) == wanted
-        assert await answers(core, [None, "one", "two"] * 2) == wanted, "from the prefix cache"
+        assert await answers(core, [None, "one", "two"] * 2) == wanted, "with prefix hits"
         assert len({tuple(tokens) for tokens in wanted}) == 3
 
 
@@ -85,7 +85,7 @@ async def test_every_client_is_told_of_every_change() -> None:
         assert await told(early) == ["one"]
         late = core.connect("late")
         assert await told(late) == ["one"]
-        await core.load_adapter(ONE)  # is there already
+        await core.load_adapter(ONE)  # already loaded
         await core.load_adapter(TWO)
         assert await told(early) == await told(late) == ["one", "two"]
         await core.unload_adapter("one")
@@ -150,7 +150,7 @@ async def test_a_request_for_an_unknown_adapter_gets_its_error() -> None:
 
 
 async def test_unloading_ends_what_a_client_that_has_left_had_open() -> None:
-    """Of many requests of a client that leaves only a part is ended at once."""
+    """When a client leaves with many requests, only a part of them is ended at once."""
     fake = executor()
     async with running(fake, config()) as core:
         await core.load_adapter(ONE)

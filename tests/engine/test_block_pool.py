@@ -1,4 +1,4 @@
-"""BlockPool: eviction order, references, publication, and a check that sees what is broken."""
+"""BlockPool: eviction order, references, publishing, and a check that detects broken states."""
 
 from __future__ import annotations
 
@@ -42,7 +42,7 @@ def test_a_cached_block_is_taken_out_of_the_middle_of_the_free_list() -> None:
     check_pool(pool)
     assert pool.num_free == 2
     assert pool.allocate(2) == [0, 2]
-    assert pool.find(b"\x00") is None, "an evicted block is not found"
+    assert pool.find(b"\x00") is None, "an evicted block must not be found"
     assert pool.find(b"\x01") == 1
 
 
@@ -116,7 +116,7 @@ def test_check_sees_damage(damage: Callable[[BlockPool], None]) -> None:
     )
 )
 def test_equals_a_plain_list(actions: list[tuple[str, int]]) -> None:
-    """Against a plain Python list in eviction order, and plain dictionaries."""
+    """Compare with a plain list in eviction order, and plain dictionaries."""
     pool, free, refs, hashes = BlockPool(8), list(range(8)), dict.fromkeys(range(8), 0), dict[int, bytes]()
     for step, (action, block) in enumerate(actions):
         if action == "allocate" and free:

@@ -1,4 +1,4 @@
-"""An EngineCore and its clients over sockets: all outputs, in order; a slow client stalls nobody; ends are noticed."""
+"""An EngineCore and its clients over sockets: ordered outputs, slow clients that delay no other, and noticed ends."""
 
 from __future__ import annotations
 
@@ -19,11 +19,11 @@ from tests.engine.build import request
 from tests.fakes import FakeExecutor, FakeModel, FakeWorker
 
 PROMPT = [3, 4, 5]
-OPEN: list[Link] = []  # of the test that runs
+OPEN: list[Link] = []  # links of the running test
 
 
 class Client:
-    """The other end of a ClientLink."""
+    """The client's end of a ClientLink."""
 
     def __init__(self, name: str) -> None:
         self.name = name
@@ -75,7 +75,7 @@ async def _close() -> AsyncIterator[None]:
     yield
     while OPEN:
         OPEN.pop().close()
-    await asyncio.sleep(0)  # until the event loop has closed the sockets
+    await asyncio.sleep(0)  # so that the event loop closes the sockets
 
 
 def is_idle(core: EngineCore) -> bool:
@@ -107,7 +107,7 @@ async def test_a_client_that_does_not_read_stalls_nobody_and_loses_nothing(core:
     slow.link.resume()
     await until(lambda: slow.is_done)
     assert slow.tokens == FakeModel().continuation(PROMPT, 7, 700)
-    assert len(slow.received) - read < 300, "the outbox has merged what had no room"
+    assert len(slow.received) - read < 300, "the outbox merged outputs that did not fit into the socket"
 
 
 async def test_the_end_of_a_link_ends_what_its_client_had_open(

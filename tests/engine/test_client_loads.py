@@ -1,4 +1,4 @@
-"""ClientLoads: what an engine says that it has to do for each client, against the sequences themselves."""
+"""ClientLoads: the load that an engine reports for each client, compared with the sequences."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from tests.engine.simulation import Run, random_script, random_setup
 
 
 def check_loads(scheduler: Scheduler) -> None:
-    """Sums are those of the open sequences, and who has nothing left but its next token owes nothing."""
+    """The sums equal those over the open sequences. A decoding sequence owes fewer tokens than it has."""
     tokens, sequences = Counter[str](), Counter[str]()
     for seq in scheduler._sequences.values():
         owed = scheduler.loads._owed.get(seq.id, 0)
@@ -47,7 +47,7 @@ def test_a_prompt_is_owed_until_it_is_computed_and_others_are_told_of_it() -> No
     engine = Engine(num_blocks=100, max_num_batched_tokens=8)
     scheduler = engine.scheduler
     scheduler.add("a", replace(request([1] * 21, 1, max_tokens=3, ignore_eos=True), uncached_tokens=5))
-    assert scheduler.loads.others("b") == OtherClients(4, 1), "as its client expects"
+    assert scheduler.loads.others("b") == OtherClients(4, 1), "the client's own estimate"
     assert scheduler.loads.others("a") == OtherClients()
     owed = []
     while scheduler.has_work:

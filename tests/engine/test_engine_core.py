@@ -1,4 +1,4 @@
-"""EngineCore over a fake executor: clients, two steps in flight, and idleness."""
+"""EngineCore with a fake executor: clients, two steps in flight, and idleness."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ from tests.fakes import FakeExecutor, FakeWorker
 
 @pytest.mark.parametrize("steps_in_flight", [1, 2])
 async def test_each_stage_has_a_step(steps_in_flight: int) -> None:
-    """The first steps are handed over at once, and one step more where two may be in flight for one worker."""
+    """Each stage has a step at once, and with two steps in flight for one worker there is one step more."""
     executor = FakeExecutor(FakeWorker(num_blocks=40, max_num_seqs=8, max_num_batched_tokens=64), 0.0005)
     settings = config(steps_in_flight).model_copy(update={"engine": EngineConfig(pipeline_parallel_size=3)})
     async with running(executor, settings) as core:
@@ -181,7 +181,7 @@ async def test_a_client_that_connects_again_starts_anew() -> None:
         old = core.connect("a")
         core.add("a", some(3))
         new = core.connect("a")
-        core.drop_client("a", old)  # the end of the old stream, noticed late
+        core.drop_client("a", old)  # the old stream's end is noticed late
         core.add("a", some(2))
         assert await collect(new, 3) == answers(some(2))
 
@@ -203,7 +203,7 @@ async def test_a_request_whose_client_has_hung_up_is_told_so_and_not_computed() 
     executor = FakeExecutor()
     async with running(executor) as core:
         outbox = core.connect("a")
-        one = replace(request([1] * 20, 3, max_tokens=4), service=ServiceLevel(timeout_s=5.0))  # it came in 1970
+        one = replace(request([1] * 20, 3, max_tokens=4), service=ServiceLevel(timeout_s=5.0))  # it arrived in 1970
         core.add("a", [one])
         while not (out := await outbox.get()).errors:
             pass
@@ -214,7 +214,10 @@ async def test_a_request_whose_client_has_hung_up_is_told_so_and_not_computed() 
 
 @pytest.mark.parametrize("ahead_s", [-3600.0, -11.0, 0.0, 11.0, 3600.0])
 async def test_a_time_limit_is_by_the_clock_of_the_client_that_set_it(ahead_s: float) -> None:
-    """``ahead_s`` is what the engine's clock is ahead of the client's; a second of ten, and eleven, have passed."""
+    """The engine's clock is ``ahead_s`` ahead of the client's.
+
+    The requests waited 1 s and 11 s of their limit of 10 s.
+    """
     async with running(FakeExecutor()) as core:
         outbox, now = core.connect("a"), time.time() - ahead_s
         for key, waited_s in enumerate([1.0, 11.0]):

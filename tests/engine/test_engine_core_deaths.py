@@ -1,4 +1,4 @@
-"""EngineCore over a fake executor: every way to die, and what is left of the steps in flight."""
+"""EngineCore with a fake executor: every way to die, and the end of the steps in flight."""
 
 from __future__ import annotations
 
@@ -101,12 +101,12 @@ async def test_a_fault_of_the_core_itself_is_a_death_too(monkeypatch: pytest.Mon
     assert (await outbox.get()).keys == []
     with pytest.raises(EngineDiedError):
         await outbox.get()
-    core.drop_client("a", outbox)  # as a client does that hears of it
+    core.drop_client("a", outbox)  # as a client does after it notices the death
     assert core.held_requests == 1
 
 
 class Stuck(FakeExecutor):
-    """The first step fails, the second one fails too or never ends."""
+    """The first step fails. The second step fails too, or never ends."""
 
     def __init__(self, second_ends: bool) -> None:
         super().__init__()
@@ -137,7 +137,7 @@ async def test_steps_in_flight_are_let_go_of_at_death(second_ends: bool) -> None
     executor.results.clear()
     del core
     gc.collect()
-    assert complaints == [], "an exception that nobody retrieved"
+    assert complaints == [], "an exception was never retrieved"
 
 
 async def test_a_lost_block_is_noticed_when_the_engine_is_idle() -> None:
@@ -164,7 +164,7 @@ LIMITED = Config.model_validate({"engine": {"step_timeout_s": 0.2}})
 
 async def test_a_step_has_its_time_for_itself_and_not_with_the_one_before_it() -> None:
     limited = Config.model_validate({"engine": {"step_timeout_s": 1.0}})
-    async with running(FakeExecutor(delay_s=0.6), limited) as core:  # two in flight take longer than the limit
+    async with running(FakeExecutor(delay_s=0.6), limited) as core:  # two steps together take longer than the limit
         outbox = core.connect("a")
         core.add("a", some(1, max_tokens=4))
         assert await collect(outbox, 1)
@@ -176,9 +176,9 @@ async def test_the_time_in_which_the_whole_node_was_stopped_is_not_counted() -> 
             return super().execute(plan) if plan.step != 3 else asyncio.ensure_future(self._stop(super().execute(plan)))
 
         async def _stop(self, output: Awaitable[ModelRunnerOutput]) -> ModelRunnerOutput:
-            await asyncio.sleep(0.1)  # in which the core begins to wait for this step
+            await asyncio.sleep(0.1)  # meanwhile the core begins to wait for this step
             time.sleep(2)  # noqa: ASYNC251 - the event loop stands still, as if its process had been stopped
-            await asyncio.sleep(0.01)  # in which the worker ends the step
+            await asyncio.sleep(0.01)  # meanwhile the worker ends the step
             return await output
 
     limited = Config.model_validate({"engine": {"step_timeout_s": 1.0}})
@@ -226,7 +226,10 @@ async def test_the_local_executor_runs_a_worker_on_one_thread() -> None:
 
 @pytest.mark.parametrize("says_when", [True, False])
 async def test_a_result_is_told_when_the_next_step_computes(says_when: bool) -> None:
-    """Where that step was handed over already, and steps say when they compute; else at once."""
+    """A result is reported when the next step, already handed over, says that it computes.
+
+    Otherwise it is reported at once.
+    """
     begins, goes_on, told = threading.Event(), threading.Event(), threading.Event()
 
     class Slow(FakeWorker):
@@ -261,7 +264,7 @@ async def test_a_result_is_told_when_the_next_step_computes(says_when: bool) -> 
 async def test_whatever_ends_a_step_is_told() -> None:
     class Exiting(FakeWorker):
         def execute(self, plan: SchedulerOutput) -> ModelRunnerOutput:
-            raise asyncio.CancelledError("a library's own")  # no Exception
+            raise asyncio.CancelledError("a library's own")  # it is no Exception
 
     executor = LocalExecutor(config(), Exiting.from_config)
     core = EngineCore(config(), executor)

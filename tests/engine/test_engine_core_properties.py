@@ -15,7 +15,7 @@ from tests.engine.core_lives import Life
 
 
 def live(seed: int, length: int) -> Life:
-    """Clients and engines of ``length`` events."""
+    """Run ``length`` random events."""
     life = Life(seed)
     asyncio.run(life.live(length))
     return life

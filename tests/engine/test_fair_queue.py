@@ -1,4 +1,4 @@
-"""Shares: keys that wait are served alike by weight, nobody starves, and what does not fit blocks nobody for ever."""
+"""Fair queue: waiting keys get service by weight, no key starves, and a request that does not fit blocks no other."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ def fair(**fields: Any) -> Engine:
 
 
 class Shop:
-    """An engine with a few keys, each of which always has a request more; what each was served is counted here."""
+    """An engine with a few keys that always have a waiting request. It counts the service of each key."""
 
     def __init__(self, seed: int, tenants: int, weights: list[float]) -> None:
         self.random = Random(seed)
@@ -56,7 +56,7 @@ class Shop:
         self.keys = 0
         self.owners: dict[int, str] = {}
         self.served: Counter[str] = Counter()
-        self.reached: dict[int, int] = {}  # prompt tokens of a request that were computed or cached, at most once each
+        self.reached: dict[int, int] = {}  # prompt tokens of a request that were computed or cached, each counted once
 
     def refill(self, name: str, waiting: int) -> None:
         while sum(seq.state.request.service.tenant == name for seq in self.scheduler.waiting) < waiting:
@@ -71,7 +71,7 @@ class Shop:
         while len(self.flying) < self.in_flight and (plan := self.scheduler.schedule()):
             self._count_prompts(plan)
             self.flying.append((plan, self.worker.execute(plan)))
-        assert self.flying, "requests are open, and nothing is computed"
+        assert self.flying, "requests are open, but no step computes"
         for outputs in self.scheduler.update(*self.flying.popleft()).values():
             for key in outputs.keys:
                 self.served[self.owners[key]] += DRAWN_WEIGHT / self.weights[self.owners[key]]
@@ -89,7 +89,7 @@ class Shop:
                     self.reached[seq.key] = computed + count
 
     def charged(self) -> dict[str, float]:
-        """The service that the queue counts, and the tokens that preempted sequences got in flight and will pay for."""
+        """The service counted by the queue, plus the uncharged tokens of preempted sequences."""
         queue: Any = self.scheduler.waiting
         charged = {name: queue.served()[name] for name in self.names}
         for seq in self.scheduler.waiting:
@@ -100,13 +100,13 @@ class Shop:
 
     @property
     def bound(self) -> float:
-        """2 (max(w_p L_in, w_q M) + Q), where a weight below 1 makes a token count for more."""
+        """2 (max(w_p L_in, w_q M) + Q). A weight below 1 makes a token count for more."""
         pool = self.num_blocks * self.block_size
         least = min(self.weights.values())
         return 2 * (max(PROMPT_WEIGHT * max(self.prompts.values()), DRAWN_WEIGHT * pool) / least + self.budget)
 
 
-@example(seed=49, weights=[1.0, 1.0])  # places go over from the one to the other all the time
+@example(seed=49, weights=[1.0, 1.0])  # the keys preempt each other all the time
 @example(seed=185596, weights=[1.0, 1.0])  # 62 prompts of the second key are preempted and computed again
 @settings(max_examples=40, deadline=None)
 @given(seed=st.integers(0, 2**32), weights=st.lists(st.sampled_from([1.0, 1.0, 2.0, 4.0]), min_size=2, max_size=4))
@@ -115,8 +115,8 @@ def test_keys_that_wait_are_served_alike(seed: int, weights: list[float]) -> Non
     begin, steps = shop.random.randint(0, 60), 300
     for step in range(begin + steps):
         for place, name in enumerate(shop.names):
-            if step >= begin or place == 0:  # the others return while the first one has been served for long
-                shop.refill(name, waiting=20)  # more than two steps can start
+            if step >= begin or place == 0:  # the others return after the first key was served alone
+                shop.refill(name, waiting=20)  # more requests than two steps can start
         if step == begin:
             shop.served.clear()
             before = shop.charged()
@@ -169,7 +169,7 @@ def test_a_key_that_returns_has_saved_nothing_up() -> None:
     for key in range(100, 140):
         engine.scheduler.add(CLIENT, of("returning", [key + 1] * 4, key, max_tokens=4))
     order = starts(engine)
-    assert 13 <= sum(first > 100 for first in order[:30]) <= 17, "they take turns from the beginning"
+    assert 13 <= sum(first > 100 for first in order[:30]) <= 17, "the keys take turns from the beginning"
 
 
 @pytest.mark.parametrize("ahead", [2, 60])
@@ -185,7 +185,7 @@ def test_of_a_keys_first_ones_the_longest_cached_prefix_starts_if_others_wait(ah
 
 
 def starts(engine: Engine) -> list[int]:
-    """The first token of each prompt, in the order in which they start."""
+    """The first token of each prompt, in the order of their starts."""
     order: list[int] = []
     while engine.scheduler.has_work:
         plan = engine.schedule()
@@ -200,7 +200,7 @@ def running(engine: Engine) -> set[int]:
 
 @pytest.mark.parametrize("tenant", ["one", "other"])
 def test_who_fits_does_not_wait_behind_who_does_not(tenant: str) -> None:
-    """938 blocks are asked for, 373 are free, and 20 small ones stand behind."""
+    """A request needs 938 blocks, 373 are free, and 20 small requests wait behind it."""
     engine = fair(num_blocks=1000, max_model_len=4000, max_num_seqs=64, max_num_batched_tokens=8192)
     engine.scheduler.add(CLIENT, of("one", [1] * (4 * 627 - 1), 0, max_tokens=1000))
     engine.step()
@@ -236,7 +236,7 @@ def test_preempted_first_is_the_key_that_was_served_most() -> None:
     while engine.scheduler.counters.preemptions == 0:
         engine.step()
     (victim,) = engine.scheduler.waiting
-    assert victim.key == 3, "the newest one is of the key that was served less"
+    assert victim.key == 3, "preempted the newest sequence, of the key with less service"
 
 
 def test_one_key_is_served_first_come_first_served_whatever_it_has_in_the_cache() -> None:
@@ -269,7 +269,7 @@ def urgent(
 
 
 def at(now: float, **fields: Any) -> Engine:
-    """An engine whose clock stands, and which knows that a prompt's token takes 10 ms."""
+    """An engine with a stopped clock, which knows that a prompt token takes 10 ms."""
     engine = fair(num_blocks=400, max_num_seqs=1, **fields)
     engine.scheduler.clock = lambda: now
     engine.scheduler._budget.speed = 0.001, 0.01
@@ -280,7 +280,7 @@ def test_the_first_token_that_is_due_first_comes_first() -> None:
     engine = at(1000.0)
     for key, ttft_s in enumerate([None, 5.0, 2.0, 30.0, None]):
         engine.scheduler.add(CLIENT, urgent([key + 1] * 4, key, ttft_s, arrived=1000.0))
-    assert starts(engine) == [3, 2, 1, 5, 4], "one without a target stands as if it had one of 10 s"
+    assert starts(engine) == [3, 2, 1, 5, 4], "without a target, a request is ordered as with 10 s"
 
 
 def test_what_cannot_make_its_deadline_any_more_comes_behind_what_can() -> None:
@@ -313,7 +313,7 @@ def test_who_has_hung_up_is_not_computed_any_more() -> None:
 
 
 def test_siblings_that_start_after_the_target_do_not_end_the_engine() -> None:
-    """The first sequence draws after the target, and its siblings stand in the line together."""
+    """The first sequence draws after the target, and then the other sequences of the request are queued together."""
     engine = fair(num_blocks=400, max_num_seqs=8)
     now = 1000.0
     engine.scheduler.clock = lambda: now
@@ -328,7 +328,7 @@ def test_siblings_that_start_after_the_target_do_not_end_the_engine() -> None:
 
 @pytest.mark.parametrize("seats", [2, 1])
 def test_a_request_that_has_drawn_is_not_given_up_for_a_sibling_that_waits(seats: int) -> None:
-    """The client's time is over before the second sequence has a place, and the first one is in the plan already."""
+    """The client's limit ends before the second sequence can run, while the first one is already in the plan."""
     engine = fair(num_blocks=400, max_num_seqs=seats)
     now = 1000.0
     engine.scheduler.clock = lambda: now
@@ -354,7 +354,7 @@ def test_siblings_keep_their_place_when_the_target_of_their_request_has_passed(r
     engine.scheduler.clock = lambda: 1000.1
     engine.scheduler.add(CLIENT, urgent([2] * 4, 1, None, arrived=1000.1))
     order = starts(engine)
-    assert order == [1, 1, 1, 2], "the three that wait, then who came later"
+    assert order == [1, 1, 1, 2], "first the three waiting sequences, then the later request"
     engine.kv.check_idle()
 
 
@@ -362,7 +362,10 @@ def test_siblings_keep_their_place_when_the_target_of_their_request_has_passed(r
 
 
 def flooded(**fields: Any) -> Engine:
-    """32 may run; a key that has all but two of these places and more waiting, and one that was there before it."""
+    """An engine for 32 sequences.
+
+    A key has all but two of these places and more requests waiting. Another key was first.
+    """
     engine = fair(num_blocks=400, max_num_seqs=32, max_num_batched_tokens=256, **fields)
     engine.scheduler.add(CLIENT, of("quiet", [1], 0, max_tokens=1, ignore_eos=True))
     engine.step()

@@ -1,4 +1,4 @@
-"""Grammars in the EngineCore over a fake worker: nobody is scheduled before, nobody else waits, aborts are seen."""
+"""Grammars in the EngineCore with a fake worker: only their own requests wait for them, and aborts are noticed."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ CONFIG = Config(cache=CacheConfig(num_blocks=64))
 
 
 class Compiling(FakeExecutor):
-    """Compiles when it is let."""
+    """Compiles when the test sets ``go``."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -66,7 +66,7 @@ async def test_a_grammar_is_compiled_again_only_when_it_may_be_forgotten() -> No
 
 
 async def test_tenants_have_their_grammars_compiled_in_turn() -> None:
-    """The many grammars of one delay those of another by one."""
+    """The many grammars of one tenant delay each grammar of another tenant by one."""
     executor = Compiling()
     async with running(executor, CONFIG) as core:
         outbox = core.connect("client")

@@ -1,4 +1,4 @@
-"""KVCacheManager: prefix hits that are true, allocation without side effects, and blocks that come back."""
+"""KVCacheManager: true prefix hits, allocation without side effects, and freed blocks."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ BLOCK = 4
 
 
 def computed(kv: KVCacheManager, seq: Sequence) -> Sequence:
-    """Let a sequence in and compute all of its tokens."""
+    """Admit a sequence, and mark all of its tokens as computed."""
     assert kv.admit(seq, spare=0) is not None
     seq.num_computed = len(seq.token_ids)
     kv.publish(seq, seq.num_computed)
@@ -41,7 +41,7 @@ def test_full_blocks_are_shared_and_one_token_is_left_to_compute(length: int, ca
 def test_a_prefix_is_the_whole_beginning() -> None:
     kv = KVCacheManager(16, BLOCK)
     computed(kv, sequence([1, 1, 1, 1, 2, 2, 2, 2, 3], 0))
-    assert kv.admit(sequence([9, 1, 1, 1, 2, 2, 2, 2, 3], 1), spare=0) == 0, "same second block, another first one"
+    assert kv.admit(sequence([9, 1, 1, 1, 2, 2, 2, 2, 3], 1), spare=0) == 0, "equal second block, other first one"
     assert kv.admit(sequence([1, 1, 1, 1, 3, 2, 2, 2, 3], 2), spare=0) == 4
 
 
@@ -70,7 +70,7 @@ def test_partial_blocks_and_unknown_tokens_are_not_published() -> None:
     kv = KVCacheManager(16, BLOCK)
     seq = sequence([1] * 7, 0)
     kv.admit(seq, spare=0)
-    kv.publish(seq, 8)  # the eighth token is still to be drawn
+    kv.publish(seq, 8)  # the eighth token is not drawn yet
     assert kv.admit(sequence([1] * 20, 1), spare=0) == 4
     seq.token_ids.append(1)
     kv.publish(seq, 8)
@@ -88,10 +88,10 @@ def test_admission_succeeds_or_changes_nothing(spare: int) -> None:
     kv = KVCacheManager(6, BLOCK)
     held = computed(kv, sequence([1] * 8, 0))
     kv.free(computed(kv, sequence([2] * 8, 1)))
-    waiting = sequence([2] * 9, 2)  # two cached blocks, which lie in the free list, and one more
+    waiting = sequence([2] * 9, 2)  # two cached blocks from the free list, and a new one
     before = state(kv)
     admitted = kv.admit(waiting, spare=spare)
-    if spare <= 1:  # four free
+    if spare <= 1:  # four blocks are free
         assert admitted == 8
         assert kv.pool.num_free == 1
     else:
@@ -119,7 +119,7 @@ def test_the_end_of_a_sequence_is_evicted_before_its_beginning() -> None:
     other = sequence([99] * 12, 1)
     kv.admit(other, spare=0)
     kv.free(other)
-    assert kv.admit(sequence(list(range(1, 17)), 2), spare=0) == 8, "two of four blocks are left, the first ones"
+    assert kv.admit(sequence(list(range(1, 17)), 2), spare=0) == 8, "the first two of four blocks are left"
     check_kv(kv)
 
 
@@ -127,7 +127,7 @@ def test_what_a_sequence_computed_outlives_it() -> None:
     kv = KVCacheManager(8, BLOCK)
     seq = sequence([1] * 9, 0)
     kv.admit(seq, spare=0)
-    seq.num_computed = 9  # handed over, and not published yet
+    seq.num_computed = 9  # scheduled but not published
     kv.free(seq)
     kv.check_idle()
     assert kv.admit(sequence([1] * 9, 1), spare=0) == 8
@@ -147,7 +147,7 @@ def test_distrusted_content_is_not_found_again() -> None:
 def test_reset_forgets_what_is_cached_now_and_what_running_sequences_publish_later() -> None:
     kv = KVCacheManager(16, BLOCK)
     running, waiting = computed(kv, sequence([1] * 9, 0)), sequence([1] * 21, 1)
-    assert kv.admit(waiting, spare=100) is None  # its hashes are known from now on
+    assert kv.admit(waiting, spare=100) is None  # from here its block hashes are stored
     kv.reset()
     running.token_ids.extend([1] * 8)
     kv.publish(running, 17)

@@ -1,4 +1,4 @@
-"""A plan behind a long step is drawn up when most of that is over, in virtual time."""
+"""A plan behind a long step is made when most of that step is over, in virtual time."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ INFO = WorkerInfo(
 
 
 class Watched(SimulatedExecutor):
-    """Steps take ``step_s``, of ``slow`` ones 10 times as long; when each was handed over, with which sequences."""
+    """Steps take ``step_s``, and ``slow`` steps 10 times as long. Records each step's time and sequences."""
 
     def __init__(self, step_s: float, slow: frozenset[int] = frozenset()) -> None:
         super().__init__(INFO, lambda plan: step_s * (10 if plan.step in slow else 1), answer)
@@ -37,7 +37,7 @@ def answer(new: NewSequence) -> list[int]:
 
 
 def serve(executor: Watched, late: float, tokens: int = 40) -> tuple[int, float]:
-    """One request at 0 s and one at ``late``; the first step of that, and the seconds that all took."""
+    """Send one request at 0 s and one at ``late``. Returns the second one's first step, and the total seconds."""
 
     async def main() -> float:
         loop = asyncio.get_running_loop()
@@ -59,7 +59,7 @@ def serve(executor: Watched, late: float, tokens: int = 40) -> tuple[int, float]
 
 def test_who_comes_during_a_long_step_is_in_the_next_one() -> None:
     executor = Watched(0.1)
-    assert serve(executor, late=1.05)[0] == 12  # the eleventh runs from 1.0 s on
+    assert serve(executor, late=1.05)[0] == 12  # the eleventh step runs from 1.0 s on
     assert executor.handed_over[11][0] == pytest.approx(1.075)
 
 

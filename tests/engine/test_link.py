@@ -1,4 +1,4 @@
-"""Links between real processes: values in order, and each end of a process is found out; nobody else is."""
+"""Links between real processes: values in order, and a dead process is detected, but no live one."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ import pytest
 from raylm.engine import link as link_module
 from raylm.engine.link import BEAT_S, SILENCE_S, START_SILENCE_S, Link, Listener
 
-# It echoes values. "segv" crashes it, and at "busy" its main thread computes from then on without a pause.
+# The process echoes values. "segv" crashes it. After "busy" its main thread computes forever.
 ECHO = """
 import ctypes, socket, sys
 from raylm.engine.link import ThreadLink
@@ -39,7 +39,7 @@ while (value := link.read()) is not None:
 
 
 class End:
-    """This process's end of a link, with what it has heard."""
+    """This process's end of a link, with the received values and ends."""
 
     def __init__(self, **options: Any) -> None:
         self.values: list[Any] = []
@@ -52,7 +52,7 @@ class End:
                 await asyncio.sleep(0.01)
 
     async def silent_for(self, seconds: float) -> None:
-        """Wait until nothing has come for longer than that, as this end counts it."""
+        """Wait until this end has received nothing for longer than ``seconds``."""
         await self.until(lambda end: end.link._silence.silent_s > seconds)
 
     async def ended(self) -> str:
@@ -62,7 +62,7 @@ class End:
 
 
 class Parent:
-    """Starts processes that connect to it; ``begin`` returns when they have."""
+    """Starts processes that connect to it. ``begin`` returns when they have connected."""
 
     def __init__(self) -> None:
         self.listener = Listener()
@@ -116,7 +116,7 @@ async def test_a_killed_process_is_lost_and_a_closed_link_tells_nothing(parent: 
     assert await killed.ended() == "was lost"
     killed.link.send("nobody reads this")
     closed.link.close()
-    assert await asyncio.to_thread(other.wait, 300) == 0, "its end of the link has ended"
+    assert await asyncio.to_thread(other.wait, 300) == 0, "its end of the link has closed"
     assert closed.ends == []
 
 
@@ -144,7 +144,7 @@ async def test_only_a_parent_kills(parent: Parent, monkeypatch: pytest.MonkeyPat
     monkeypatch.setattr(os, "kill", lambda pid, number: killed.append(pid))
     assert await end.ended() == f"has given no sign of life for {3 * BEAT_S:g} s"
     end.link.kill()
-    assert killed == [], "the link has ended, and its pid may be another's"
+    assert killed == [], "the link has ended, so another process may have its pid"
 
 
 async def test_while_a_process_starts_it_may_be_silent(parent: Parent) -> None:
@@ -176,7 +176,7 @@ async def test_a_value_that_cannot_be_read_ends_the_link() -> None:
 
 
 async def pair(first: End, second: End) -> None:
-    """Link two ends in this process."""
+    """Connect two ends within this process."""
     for end, connection in zip((first, second), socket.socketpair(), strict=True):
         await asyncio.get_running_loop().connect_accepted_socket(lambda end=end: end.link, connection)
 
@@ -193,13 +193,13 @@ async def test_an_end_that_is_paused_holds_up_the_other_and_loses_nothing() -> N
             await asyncio.sleep(0)
         assert 8 <= count < 10_000
         await asyncio.sleep(SILENCE_S + 1)
-        assert sender.ends == reader.ends == [], "both give signs of life"
+        assert sender.ends == reader.ends == [], "both ends send signs of life"
         assert reader.values == []
         reader.link.resume()
         await sender.link.has_room.wait()
     sender.link.close()
     assert await reader.ended() == "was lost"
-    assert reader.values == list(range(count)), "all that was sent comes before the end"
+    assert reader.values == list(range(count)), "all values arrive before the end"
 
 
 def check_works(listener: Listener) -> None:
@@ -241,7 +241,7 @@ def test_a_socket_beside_another_one_goes_with_it() -> None:
     assert Path(clients.path).parent == Path(supervisor.path).parent
     clients.close()
     assert Path(supervisor.path).exists()
-    Listener("others", supervisor.path).socket.close()  # as its process is killed
+    Listener("others", supervisor.path).socket.close()  # as if its process were killed
     check_works(supervisor)
 
 

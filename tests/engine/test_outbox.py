@@ -1,4 +1,4 @@
-"""Outbox: what a client has not taken is merged, in order, and nothing is lost at the end."""
+"""Outbox: outputs that a client has not read are merged in order, and none is lost at the end."""
 
 from __future__ import annotations
 

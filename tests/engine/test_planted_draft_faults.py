@@ -1,4 +1,4 @@
-"""Faults planted where the engine core deals with drafts and deferred draws; the random lives must catch each."""
+"""Faults in the engine core's handling of drafts and deferred draws. The random runs must detect each of them."""
 
 from __future__ import annotations
 

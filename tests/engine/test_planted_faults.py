@@ -1,4 +1,4 @@
-"""Faults planted in the engine core, each of which the random lives must catch; otherwise they prove nothing."""
+"""Faults in the engine core. The random runs must detect each of them, otherwise they prove nothing."""
 
 from __future__ import annotations
 

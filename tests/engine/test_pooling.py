@@ -1,4 +1,4 @@
-"""Prompts that end in a vector, in the engine core alone: chunks, cached prefixes, preemption, company of others."""
+"""Pooling requests in the engine core: chunks, cached prefixes, preemption, and other sequences in the same steps."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ def pooling_request(key: int, prompt: list[int], pooling: str = "last") -> Engin
 
 
 class Run:
-    """A scheduler over a fake worker, with two steps in flight."""
+    """A scheduler with a fake worker and two steps in flight."""
 
     def __init__(self, num_blocks: int = 40, drafts: int = 0) -> None:
         self.worker = FakeWorker(num_blocks=num_blocks, max_num_batched_tokens=24, speculative_tokens=drafts)

@@ -1,4 +1,4 @@
-"""Who the Scheduler preempts, and how those come back."""
+"""The sequences that the Scheduler preempts, and how they come back."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ def test_who_only_waits_for_its_last_token_loses_nothing() -> None:
     crowd(engine, 4, 6, 9, max_tokens=[9, 9, 2])
     running = engine.scheduler.running
     assert running[2].num_tokens < running[2].limit
-    running[2].num_tokens = running[2].limit  # its last token is on its way
+    running[2].num_tokens = running[2].limit  # its last token is in flight
     assert engine.schedule().finished == [2]
 
 
@@ -55,7 +55,7 @@ def test_shared_blocks_are_no_loss() -> None:
 
 def test_who_comes_behind_sits_out_and_keeps_its_work() -> None:
     engine = Engine(num_blocks=5)
-    crowd(engine, 9, 8)  # 3 + 2 blocks; the second one needs another
+    crowd(engine, 9, 8)  # 3 + 2 blocks; the second sequence needs another one
     plan = engine.schedule()
     assert plan.seq_ids == [0]
     assert len(engine.scheduler.running) == 2
@@ -65,7 +65,7 @@ def test_who_comes_behind_sits_out_and_keeps_its_work() -> None:
 @pytest.mark.parametrize("steps_in_flight", [1, 2])
 @pytest.mark.parametrize("num_blocks", [2, 3, 5])
 def test_a_sequence_alone_always_fits(num_blocks: int, steps_in_flight: int) -> None:
-    """max_model_len is cut to the pool, so the longest sequence ends by length and is never preempted."""
+    """max_model_len is limited to the pool, so the longest sequence ends by length and is never preempted."""
     engine = Engine(num_blocks=num_blocks, max_model_len=10**6)
     longest = num_blocks * 4
     assert engine.scheduler.max_model_len == longest

@@ -1,4 +1,4 @@
-"""Blocks are found as soon as they are scheduled: a burst computes its prompt once; what fails is withdrawn."""
+"""Blocks can be found as soon as they are scheduled: a burst computes its prompt once, and failures are withdrawn."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ PROMPT = [1 + place % 7 for place in range(2000)]
 @pytest.mark.parametrize("budget", [512, 2048, 8192])
 @pytest.mark.parametrize("length", [2000, 1999, 1985])
 def test_a_burst_of_equal_prompts_is_computed_once(in_flight: int, budget: int, length: int) -> None:
-    """All but the last block, of which each computes its own tokens."""
+    """All blocks but the last one, of which each sequence computes its own tokens."""
     kv, model = KVCacheManager(4000, 16), FakeModel()
     scheduler = Scheduler(SchedulerConfig(max_num_batched_tokens=budget), kv, 4000)
     worker = FakeWorker(4000, 16, 4000, max_num_batched_tokens=budget, model=model)
@@ -65,6 +65,6 @@ def test_what_failed_is_withdrawn_and_computed_again_by_who_comes_later() -> Non
     engine.add([1] * 8 + [4], key=3)
     fresh = engine.schedule()
     assert dict(zip(fresh.seq_ids, fresh.num_computed, strict=True))[3] == 0
-    out = engine.update(ahead, failed=[(2, "not finite")])  # it read them, and its own numbers show it
+    out = engine.update(ahead, failed=[(2, "not finite")])  # it read those blocks, so its own logits are not finite
     assert out is not None
     assert [key for key, _ in out.errors] == [2]

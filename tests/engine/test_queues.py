@@ -1,4 +1,4 @@
-"""The waiting queues: order, removal, and coming back."""
+"""The waiting queues: order, removal, and return of sequences."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The Scheduler's decisions one by one: budget, order, preemption, and what the columns say."""
+"""Single decisions of the Scheduler: budget, order, preemption, and the columns of its plans."""
 
 from __future__ import annotations
 
@@ -50,7 +50,7 @@ def test_a_long_prompt_is_computed_in_chunks_and_draws_at_its_end() -> None:
 
 
 def test_prompt_tokens_whose_log_probabilities_are_asked_for_count_as_several() -> None:
-    """Their logits are computed too, and those who run beside them wait as long."""
+    """Their logits are computed too, which delays the sequences in the same step."""
     engine = Engine(num_blocks=20, max_num_batched_tokens=16)
     engine.add([1] * 6, key=1, prompt_logprobs=1)
     engine.add([1] * 40, key=2, prompt_logprobs=1)
@@ -98,7 +98,7 @@ def test_a_long_prompt_gets_a_token_even_if_as_many_are_behind_it_as_the_step_ha
     for key in (1, 2, 3):
         engine.add([1], key=key, priority=1)
     engine.step()
-    engine.scheduler.running[2].limit = 2  # its last token is on its way
+    engine.scheduler.running[2].limit = 2  # its last token is in flight
     engine.add([1] * 9, key=4, priority=0)
     assert [rows(engine.schedule())[place] for place in (2, 0, 0)] == [(3, n, 1, False) for n in range(3)]
 
@@ -146,7 +146,7 @@ def test_a_sequence_is_admitted_only_if_every_running_one_may_still_grow_by_a_bl
     engine = Engine(num_blocks=4)
     engine.add([1] * 8, key=0)
     engine.add([2] * 5, key=1)
-    assert engine.schedule().seq_ids == [0], "two blocks are free and would do, but none would be left to grow"
+    assert engine.schedule().seq_ids == [0], "two free blocks suffice, but leave none to grow"
 
 
 def test_nothing_to_do() -> None:
@@ -187,10 +187,10 @@ def test_one_step_is_wasted_at_eos() -> None:
     assert out is not None
     assert (out.token_ids, out.finish_reasons, out.stop_reasons) == ([EOS], ["stop"], [None])
     assert engine.scheduler.schedule() is None
-    assert engine.update(second, 4) is None, "the token after the end is nobody's"
+    assert engine.update(second, 4) is None, "a token after the end belongs to no request"
     engine.kv.check_idle()
     engine.add([1], key=1)
-    assert engine.schedule().finished == [0], "its row is free by the next step"
+    assert engine.schedule().finished == [0], "its row is free in the next step"
 
 
 def test_a_preempted_sequence_waits_for_its_token_in_flight_and_comes_back_with_it() -> None:
@@ -270,7 +270,7 @@ def test_seeds() -> None:
     seeds = {sequence_seed(seed, index) for seed in range(-50, 50) for index in range(128)}
     assert len(seeds) == 100 * 128
     assert all(-(2**63) <= seed < 2**63 for seed in seeds)
-    assert sequence_seed(0, 1) == 0xE220A8397B1DCDAF - 2**64, "the first number of the published SplitMix64 from 0"
+    assert sequence_seed(0, 1) == 0xE220A8397B1DCDAF - 2**64, "the first number of SplitMix64 from 0, as published"
 
 
 def test_a_request_without_a_seed_gets_one_and_keeps_it() -> None:
@@ -322,7 +322,7 @@ def test_counts() -> None:
     assert (stats.counters.prompt_tokens, stats.counters.generation_tokens) == (24, 8)
     assert (stats.counters.prefix_queries, stats.counters.prefix_hits) == (24, 8)
     assert stats.counters.step_tokens == (9 + 5) + 2 + 2 + (1 + 2)
-    assert [*stats.counters.steps_by_tokens[:4]] == [0, 3, 1, 0], "up to 1, 8, 16, 32"
+    assert [*stats.counters.steps_by_tokens[:4]] == [0, 3, 1, 0], "for up to 1, 8, 16, 32 tokens"
     assert stats.kv_usage == (2 + 3) / 20
 
 

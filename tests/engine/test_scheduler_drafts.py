@@ -1,4 +1,4 @@
-"""The Scheduler with draft tokens: several back in a step, and blocks for those that may come."""
+"""The Scheduler with draft tokens: several tokens from one step, and blocks for tokens that may come."""
 
 from __future__ import annotations
 
@@ -20,12 +20,12 @@ def test_several_tokens_of_a_step_are_one_entry_up_to_the_end() -> None:
 
 
 def test_blocks_are_reserved_for_all_drafts_of_the_steps_in_flight() -> None:
-    """Block size 4: 3 tokens known, then 1 + 5 in each of two steps need three blocks and a bit."""
+    """With blocks of 4 tokens: 3 known tokens and 1 + 5 tokens in each of two steps need four blocks."""
     engine = Engine(num_blocks=20, speculative_tokens=5)
     engine.add([1] * 3)
     engine.step()
     assert engine.schedule().new_block_counts == [2]  # position 3 and five drafts
-    assert engine.schedule().new_block_counts == [1]  # at most 4 + 6 are known, the last draft stands at 14
+    assert engine.schedule().new_block_counts == [1]  # at most 4 + 6 are known, the last draft is at 14
 
 
 def test_no_block_is_taken_for_drafts_where_others_will_need_it() -> None:
@@ -45,8 +45,8 @@ def test_the_next_block_is_there_when_drafts_may_have_filled_the_last() -> None:
         engine.add([1 + key] * 2, key)
     plan = engine.schedule()
     engine.update(plan)
-    first = engine.schedule()  # 3 known, room for one draft each
-    second = engine.schedule()  # 4 or 5 known: whoever comes first gets the blocks that are left
+    first = engine.schedule()  # 3 known tokens, room for one draft each
+    second = engine.schedule()  # 4 or 5 known tokens: the first sequences get the remaining blocks
     assert (first.new_block_counts, second.seq_ids, second.new_block_counts) == ([0, 0, 0], [0, 1], [1, 1])
     engine.scheduler.update(first, ModelRunnerOutput(2, [0, 1, 2], [2, 1, 2], [5, 5, 5, 5, 5]))
     assert [(seq.num_tokens, seq.num_computed) for seq in engine.scheduler.running] == [(6, 5), (5, 4), (5, 4)]

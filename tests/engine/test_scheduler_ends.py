@@ -1,4 +1,4 @@
-"""How sequences end in the Scheduler: by what they drew, by their length, aborted, stopped, failed, or never begun."""
+"""Ends of sequences in the Scheduler: by a token, by length, aborted, stopped, failed, or before they begin."""
 
 from __future__ import annotations
 

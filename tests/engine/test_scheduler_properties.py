@@ -1,4 +1,4 @@
-"""Random lives of the engine core: each request gets exactly what it would have got alone, and planted faults show."""
+"""Random runs of the engine core: each request gets exactly the tokens that it gets alone."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from tests.engine.simulation import Run, random_script, random_setup
 
 
 def live(seed: int, length: int, stages: int = 1) -> Run:
-    """One engine's random life of ``length`` events. Several ``stages`` have no drafts."""
+    """A random run of one engine with ``length`` events. With several ``stages`` there are no drafts."""
     rng = Random(seed)
     setup = random_setup(rng)
     run = Run(setup if stages == 1 else replace(setup, stages=stages, speculative_tokens=0))
@@ -25,7 +25,7 @@ def live(seed: int, length: int, stages: int = 1) -> Run:
 
 @settings(max_examples=1500, deadline=None)
 @given(seed=st.integers(0, 2**32), length=st.integers(5, 80))
-@example(2455, 68)  # the running sequences take the blocks of a guest for which a sequence was preempted
+@example(2455, 68)  # the running sequences take the blocks of a new one, for which a sequence was preempted
 def test_every_request_gets_what_it_would_have_got_alone(seed: int, length: int) -> None:
     run = live(seed, length)
     assert run.settled == {request.key for _, request in run.added}

@@ -1,4 +1,4 @@
-"""With several stages, decoding sequences take turns, so that every stage has a step; prompts do not wait."""
+"""With several stages, decoding sequences take turns, so that every stage has a step. Prompts do not wait."""
 
 from __future__ import annotations
 
@@ -11,14 +11,14 @@ from tests.engine.build import Engine
 
 
 def steps(engine: Engine, count: int, in_flight: int) -> list[SchedulerOutput]:
-    """The next steps, with so many in flight; every sequence draws the token 5."""
+    """The next steps, ``in_flight`` at a time. Every sequence draws the token 5."""
     planned: list[SchedulerOutput] = []
     waiting: deque[SchedulerOutput] = deque()
     while len(planned) < count:
         while len(waiting) < in_flight and (plan := engine.scheduler.schedule()) is not None:
             planned.append(plan)
             waiting.append(plan)
-        assert waiting, "requests are open, and nothing can be scheduled"
+        assert waiting, "requests are open, but no step can be scheduled"
         engine.update(waiting.popleft())
     while waiting:
         engine.update(waiting.popleft())
@@ -56,7 +56,7 @@ def test_a_prompt_is_computed_in_every_step() -> None:
 
 
 def test_a_sequence_without_blocks_does_not_hold_up_the_first_one() -> None:
-    """The second one decoded longer ago, and gets no block while the first one has them."""
+    """The second sequence waited longer for a step, but gets no block while the first one has them."""
     engine = Engine(num_blocks=5, block_size=2, stages=2)
     engine.add([1, 2, 3], 0, max_tokens=7, ignore_eos=True)
     engine.add([1, 2, 3], 1, max_tokens=7, ignore_eos=True)

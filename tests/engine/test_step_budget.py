@@ -1,4 +1,4 @@
-"""StepBudget: the scheduler in a world where a step takes what a formula says, with long prompts among streams."""
+"""StepBudget: the scheduler in a world where a formula gives the time of a step, with long prompts among streams."""
 
 from __future__ import annotations
 
@@ -21,12 +21,12 @@ Budget = TypeVar("Budget", bound=StepBudget)
 
 
 def line(tokens: int) -> float:
-    """20 ms for the weights and 1 ms a token: 180 tokens in 200 ms."""
+    """20 ms for the weights and 1 ms for each token: 180 tokens in 200 ms."""
     return 0.020 + 0.001 * tokens
 
 
 def decoding(count: int) -> list[Sequence]:
-    """Sequences that have one token to compute."""
+    """Sequences with one token to compute."""
     sequences = [sequence([1, 2, 3], seq_id) for seq_id in range(count)]
     for seq in sequences:
         seq.num_computed = 2
@@ -97,7 +97,7 @@ def test_no_step_is_larger_than_configured() -> None:
 ])  # fmt: skip
 def test_the_tightest_target_of_those_that_decode_counts(server_s: float, own_s: list[float], tokens: int) -> None:
     budget = shown(LatencyBudget(MOST, 8, server_s), 1, 64, 100, 256, 2048)
-    running = [*decoding(4), paced(prefilling(), 0.01)]  # what does not decode yet waits for no token
+    running = [*decoding(4), paced(prefilling(), 0.01)]  # a sequence that does not decode waits for no token
     for seq, target_s in zip(running, own_s, strict=False):
         paced(seq, target_s)
     for seq in running:
@@ -106,7 +106,7 @@ def test_the_tightest_target_of_those_that_decode_counts(server_s: float, own_s:
     for seq in running:
         budget.leave(seq)
     usual = MOST if server_s == math.inf else int(1000 * server_s - 20)
-    assert budget.tokens(decoding(4)) == pytest.approx(usual, abs=2), "who has left has no say"
+    assert budget.tokens(decoding(4)) == pytest.approx(usual, abs=2), "sequences that have left have no effect"
 
 
 def paced(seq: Sequence, itl_s: float) -> Sequence:
@@ -119,7 +119,7 @@ def paced(seq: Sequence, itl_s: float) -> Sequence:
     (math.inf, [0.025], 4 + MIN_PREFILL_TOKENS),
 ])  # fmt: skip
 def test_a_requests_target_that_cannot_be_met_is_not_followed(server_s: float, own_s: list[float], tokens: int) -> None:
-    """Four sequences that decode take 24 ms by themselves."""
+    """Four decoding sequences alone take 24 ms."""
     budget = shown(LatencyBudget(MOST, 8, server_s), 1, 4, 32, 64, 100, 256, 2048)
     running = [*decoding(4), prefilling()]
     for seq, target_s in zip(running, own_s, strict=False):
@@ -140,7 +140,7 @@ def test_a_requests_own_target_cuts_the_prompts_beside_it(itl_s: float | None, t
     assert engine.schedule().num_tokens == pytest.approx(tokens, abs=2)
     engine.scheduler.abort(CLIENT, 0)
     left = 1 if itl_s is None else pytest.approx(821, abs=2)
-    assert engine.schedule().num_tokens == left, "who has left has no say"
+    assert engine.schedule().num_tokens == left, "the aborted request has no effect"
 
 
 def test_guesses_count_as_tokens() -> None:
@@ -151,7 +151,7 @@ def test_guesses_count_as_tokens() -> None:
 
 
 class World:
-    """An engine with ``streams`` that decode on and on, while prompts of 1,000 tokens arrive."""
+    """An engine with ``streams`` that decode all the time, while prompts of 1,000 tokens arrive."""
 
     def __init__(self, streams: int, cost: Cost, target_itl_ms: float | None) -> None:
         self.engine = Engine(
@@ -184,7 +184,7 @@ class World:
         return plan
 
     def run(self, prompts: int) -> list[float]:
-        """Let so many prompts arrive, one after the other; returns the times of the steps until they are done."""
+        """Add prompts one after the other. Returns the times of the steps until all are done."""
         self.steps.clear()
         for _ in range(prompts):
             key = self.keys
@@ -240,7 +240,7 @@ def test_every_prompt_comes_to_its_end_in_time() -> None:
 def test_the_speed_of_steps_is_told_once_a_large_one_was_seen() -> None:
     budget = shown(StepBudget(MOST, 8), 1, 1, 1)
     assert budget.speed[0] > 0
-    assert budget.speed[1] == 0, "steps of one token do not tell how fast prompts are computed"
+    assert budget.speed[1] == 0, "steps of one token do not show the speed of prompts"
     budget = shown(StepBudget(MOST, 8), *[1, 64, 1024] * SPEED_EVERY)
     assert budget.speed == pytest.approx((line(1), line(1024) / 1024), rel=0.05)
     shown(budget, *[1, 64, 1024] * SPEED_EVERY, cost=lambda tokens: 3 * line(tokens))

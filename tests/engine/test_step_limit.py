@@ -1,4 +1,4 @@
-"""StepLimit: steps that take far longer than their like are given up, and no others."""
+"""StepLimit: only steps that take far longer than similar steps are given up."""
 
 from __future__ import annotations
 
@@ -60,4 +60,4 @@ def test_what_a_step_takes_is_expected_of_the_next_of_its_size() -> None:
     assert 0.4 < limit.expected_s(plan(256)) < 0.6
     seen(limit, 8, 0.05, 100)
     assert limit.expected_s(plan(8)) == pytest.approx(0.05)
-    assert limit.expected_s(plan(0)) == 0, "a step that computes nothing"
+    assert limit.expected_s(plan(0)) == 0, "a step without tokens"

@@ -1,4 +1,4 @@
-"""Steps over a Link: every outcome, in order, over a real socket; failures arrive as themselves; ends are noticed."""
+"""Steps over a Link: every outcome in order, over a real socket. Failures keep their type, and ends are noticed."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ def launch(plan: SchedulerOutput) -> Callable[[], ModelRunnerOutput]:
 
 
 class Lost(list[EngineDiedError]):
-    """The errors of workers that were lost."""
+    """The errors of lost workers."""
 
 
 @asynccontextmanager
@@ -63,7 +63,7 @@ def test_a_worker_closes_its_connection_and_gives_no_more_signs_of_life_when_its
     with socket.socket(socket.AF_UNIX) as core:
         core.connect(server.path)
         core.shutdown(socket.SHUT_WR)
-        assert not all(core.recv(4096) for _ in range(20)), "20 signs of life behind the end"
+        assert not all(core.recv(4096) for _ in range(20)), "20 signs of life, then the end"
 
 
 async def test_the_next_step_is_launched_while_the_output_of_the_last_is_awaited() -> None:
@@ -86,7 +86,7 @@ async def test_the_next_step_is_launched_while_the_output_of_the_last_is_awaited
 
 
 class UnpicklableError(Exception):
-    """One that cannot leave its process."""
+    """An error that cannot be pickled."""
 
     def __init__(self) -> None:
         super().__init__("inside")

@@ -1,4 +1,4 @@
-"""What an engine found out, what it does, and what was lost, is said at the terminal."""
+"""The supervisor prints what it learns, does and loses."""
 
 from __future__ import annotations
 
@@ -64,8 +64,8 @@ def test_what_is_on_one_node_is_in_one_bundle_with_stages() -> None:
     bundles = placement_bundles(config, gpus=0)
     assert bundles == [{"CPU": 0.7}, {"CPU": 0.5}, {"CPU": 0.5}]
     core, *workers = actor_bundles(config, 0)
-    assert core == (0, {"CPU": 0.1}), "beside the supervisor, which listens at a path"
-    assert workers == [(bundle, {"CPU": 0.25}) for bundle in (1, 1, 2, 2, 0, 0)], "the last stage is beside the core"
+    assert core == (0, {"CPU": 0.1}), "on the node of the supervisor, with which it has a Unix socket"
+    assert workers == [(bundle, {"CPU": 0.25}) for bundle in (1, 1, 2, 2, 0, 0)], "the last stage is on the core's node"
     one = Config.model_validate({"engine": {"tensor_parallel_size": 2}})
     assert actor_bundles(one, 0) == [(1, {"CPU": 0.1}), (2, {"CPU": 0.1}), (3, {"CPU": 0.1})]
 
@@ -89,7 +89,7 @@ def test_the_layers_of_each_stage_are_told(capfd: pytest.CaptureFixture[str]) ->
 def test_the_model_line_tells_dtype_and_quantization(
     capfd: pytest.CaptureFixture[str], quantization: str | None, told: str
 ) -> None:
-    from raylm.engine.supervisor import _report  # imports Ray Serve, which warns
+    from raylm.engine.supervisor import _report  # importing Ray Serve gives a warning
 
     _report(EngineInfo("engine", 1024, replace(WORKER, quantization=quantization)), "app/e.0")
     said = "".join(capfd.readouterr())
@@ -125,7 +125,7 @@ def test_the_load_is_told_by_its_change_and_idle_engines_say_nothing() -> None:
 
 
 def processes() -> Any:
-    """EngineProcesses without processes; the test says what its EngineCore reports."""
+    """EngineProcesses without processes. The test provides the reports of the EngineCore."""
     from raylm.engine.supervisor import EngineProcesses, Pace
 
     made = object.__new__(EngineProcesses)

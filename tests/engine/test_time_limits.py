@@ -1,4 +1,4 @@
-"""Time limits: a request is given up before it has drawn, before a plan holds a sequence of it, and as a whole."""
+"""Time limits: a request is given up only before it draws a token, before a plan contains it, and as a whole."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from tests.engine.build import CLIENT, Engine, request
 
 
 def limited(key: int, timeout_s: float, prompt: list[int] | None = None, **params: Any) -> EngineCoreRequest:
-    """It arrived at the beginning of the clock."""
+    """A request that arrives at 1000 s of the clock."""
     made: EngineCoreRequest = request(prompt or [key + 1] * 4, key, **params)
     return replace(made, arrival_time=1000.0, service=ServiceLevel(timeout_s=timeout_s))
 
@@ -24,7 +24,7 @@ def at(engine: Engine, now: float) -> None:
 
 
 def test_a_sibling_that_waits_beyond_the_limit_ends_nothing() -> None:
-    """The pool holds one of the two sequences, and the plan holds the other one when the limit is over."""
+    """The pool holds only one of the two sequences, which is in the plan when the limit ends."""
     engine, rows = Engine(num_blocks=3, block_size=16), InputBatch(8, 48, 16, 100)
     engine.scheduler.add(CLIENT, limited(0, 1.0, list(range(1, 30)), n=2, max_tokens=10, ignore_eos=True))
     for step in range(5):
@@ -37,7 +37,7 @@ def test_a_sibling_that_waits_beyond_the_limit_ends_nothing() -> None:
 
 
 def play(rows: InputBatch, plan: SchedulerOutput) -> None:
-    """As a worker finds the rows of a plan; one that has none is a KeyError."""
+    """Update the rows as a worker does. A scheduled sequence without a row raises KeyError."""
     for seq_id in plan.finished:
         rows.remove(seq_id)
     for new in plan.new:

@@ -1,4 +1,4 @@
-"""Steps compute in the order of their numbers, whatever the threads that bring them do."""
+"""Steps compute in the order of their numbers, whatever the order of their threads."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ def test_steps_run_one_by_one_and_in_order() -> None:
     def run(step: int) -> None:
         time.sleep(0.001 * (step % 3))
         with turns.wait_for(step):
-            assert running.acquire(blocking=False), "two steps compute at once"
+            assert running.acquire(blocking=False), "two steps compute at the same time"
             ran.append(step)
             running.release()
 

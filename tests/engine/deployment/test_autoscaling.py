@@ -1,4 +1,4 @@
-"""How many engines a load asks for: by hand, as properties, and in a played fleet."""
+"""The number of engines for a load: worked examples, properties, and a simulated fleet."""
 
 from __future__ import annotations
 
@@ -94,7 +94,7 @@ def test_more_to_do_never_asks_for_fewer(loads: list[EngineLoad], targets: Scali
 def test_under_a_steady_load_the_number_settles(
     start: int, sequences: int, places: int, step_s: float, each_s: float
 ) -> None:
-    """In a fleet whose steps take ``step_s`` and ``each_s`` for each sequence."""
+    """A step takes ``step_s``, and ``each_s`` more for each sequence."""
 
     def loads(engines: int) -> list[EngineLoad]:
         here = sequences / engines
@@ -109,7 +109,10 @@ def test_under_a_steady_load_the_number_settles(
 
 
 def context(target: int, *told: dict[str, float]) -> Any:
-    """As Serve's controller gives it, of replicas that told these one after the other."""
+    """The context that Serve's controller passes to the policy.
+
+    Each dict of ``told`` has the metrics of one replica.
+    """
     metrics: dict[str, dict[str, list[Any]]] = {"running_requests": {"a": [SimpleNamespace(value=0.0)]}}
     for replica, values in zip("abc", told, strict=False):
         for name, value in values.items():
@@ -122,13 +125,13 @@ def test_the_policy_takes_what_each_replica_told_last() -> None:
     policy = EnginePolicy(**asdict(TARGETS))
     busy = asdict(replace(IDLE, sequences=1, queued_s=5.0))
     assert policy(context(1, busy)) == (3, {})
-    assert policy(context(2, busy)) == (2, {}), "one is loading"
-    assert policy(context(2, busy, {"sequences": 4.0})) == (2, {}), "one has not told everything"
+    assert policy(context(2, busy)) == (2, {}), "one engine is still loading"
+    assert policy(context(2, busy, {"sequences": 4.0})) == (2, {}), "one engine has not reported all its metrics"
     assert policy(context(2, busy, asdict(IDLE))) == (3, {})
     assert policy(context(0)) == (0, {})
 
 
-@pytest.mark.filterwarnings("ignore")  # Ray Serve warns when it is imported
+@pytest.mark.filterwarnings("ignore")  # importing Ray Serve gives a warning
 def test_serve_can_pickle_the_policy_and_ask_it() -> None:
     from ray.serve.config import AutoscalingPolicy
 
@@ -142,5 +145,5 @@ def test_a_pace_is_measured_while_an_engine_is_busy() -> None:
     busy = EngineStats(running=3, places=61, steps=10, step_s=0.02, token_s=0.001, others=OtherClients(500, 4))
     assert pace.load(busy, 100.0) == EngineLoad(4, 64, 0.5, 0.02, 0.02)
     assert pace.load(replace(busy, steps=30), 101.0).itl_s == 0.05
-    assert pace.load(replace(busy, steps=30), 102.0).itl_s == 0.02, "nothing was computed"
+    assert pace.load(replace(busy, steps=30), 102.0).itl_s == 0.02, "no step was computed"
     assert pace.load(replace(busy, steps=40, waiting=1, kv_usage=0.99), 103.0).places == 3

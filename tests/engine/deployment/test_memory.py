@@ -1,4 +1,4 @@
-"""One more engine is refused by name where it cannot fit."""
+"""An engine that does not fit in the free memory is refused, with the sizes in the error."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from raylm.errors import ConfigError
 
 @pytest.fixture
 def model(tmp_path: Path) -> str:
-    """A checkpoint whose two files of weights have 3 GiB, none of them on the disk."""
+    """A checkpoint with two weight files of 3 GiB together, which take no disk space."""
     for number, size in enumerate((1, 2)):
         with (tmp_path / f"model-{number}.safetensors").open("wb") as file:
             file.truncate(size * GIB)

@@ -1,4 +1,4 @@
-"""EngineName: what of a configuration decides which engines an ingress finds."""
+"""EngineName: the configuration fields that decide which engines an ingress finds."""
 
 from __future__ import annotations
 

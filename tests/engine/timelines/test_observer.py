@@ -1,4 +1,4 @@
-"""What the Scheduler tells of its sequences' turns: each once, in order, and never for a token."""
+"""The Scheduler's events of its sequences: each once, in order, and none for single tokens."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from tests.engine.test_outbox import Outbox, news
 
 
 class Watched(Engine):
-    """An Engine whose events are kept; its clock ticks with each."""
+    """An Engine that keeps its events. The clock advances by one with each event."""
 
     def __init__(self, **fields: Any) -> None:
         super().__init__(**fields)
@@ -26,7 +26,7 @@ class Watched(Engine):
         self.events.append(event)
 
     def of(self, key: int) -> list[tuple[str, int, int]]:
-        """(kind, step, tokens) of a request's events."""
+        """(kind, step, tokens) of each event of a request."""
         return [(event[2], event[4], event[5]) for event in self.events if event[0] == key]
 
 
