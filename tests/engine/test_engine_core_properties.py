@@ -1,4 +1,4 @@
-"""Random lives of EngineCores: each client gets its requests' tokens, whatever others ask and whatever is lost."""
+"""Random runs of EngineCores: each client gets the tokens of its requests, also after losses of engines."""
 
 from __future__ import annotations
 

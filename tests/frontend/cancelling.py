@@ -1,4 +1,4 @@
-"""Cancels a call at the moments at which a cancellation is lost most easily."""
+"""Cancels a call at the moments at which a cancellation is most easily lost."""
 
 from __future__ import annotations
 
@@ -11,9 +11,9 @@ import pytest
 
 
 async def cancel_in_every_turn(call: Callable[[], Coroutine[object, object, object]]) -> None:
-    """``call()`` waits for a thread; cancel it in each turn of the loop between the thread's end and its own.
+    """Cancel ``call()``, which waits for a thread, in each turn of the loop between the thread's end and its own end.
 
-    The cancellation must be raised each time, never dropped for the sake of the result that is there already.
+    The cancellation must be raised each time, also if the result is already available.
     """
     for turns in count():
         task = asyncio.create_task(call())

@@ -1,4 +1,4 @@
-"""Makes checkpoints without weights: two kinds of tokenizers, and a template with tools."""
+"""Writes checkpoints without weights: two kinds of tokenizers, and a template with tools."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ _TEXT = ["the quick brown fox jumps over the lazy dog again and again", "hello w
 
 
 def write_checkpoint(path: Path, backend: Tokenizer, *, config: dict[str, Any] | None = None, **files: Any) -> Path:
-    """A directory as AsyncLLM reads it; ``files`` are JSON files by their stem."""
+    """Write a directory that AsyncLLM can read. ``files`` are JSON files by their stem."""
     path.mkdir(exist_ok=True)
     backend.save(str(path / "tokenizer.json"))
     contents = {
@@ -38,7 +38,7 @@ def write_checkpoint(path: Path, backend: Tokenizer, *, config: dict[str, Any] |
 
 
 def byte_level() -> Tokenizer:
-    """GPT-2's kind: every byte has a token."""
+    """A tokenizer like GPT-2's: every byte has a token."""
     backend = Tokenizer(models.BPE())
     backend.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
     backend.decoder = decoders.ByteLevel()
@@ -55,7 +55,7 @@ def byte_level() -> Tokenizer:
 
 
 def byte_fallback() -> Tokenizer:
-    """Llama 2's kind: spaces as ▁, unknown characters as bytes, the first space of a text dropped."""
+    """A tokenizer like Llama 2's: spaces are ▁, unknown characters are bytes, the first space of a text is dropped."""
     vocab = {"<unk>": 0, "<s>": 1, "</s>": 2} | {f"<0x{byte:02X}>": 3 + byte for byte in range(256)}
     for char in "▁abcdefghijklmnopqrstuvwxyz,.":
         vocab[char] = len(vocab)

@@ -1,4 +1,4 @@
-"""Fixtures of the front end: checkpoints, tokenizers, and an AsyncLLM over engines that the test plays."""
+"""Fixtures of the front end: checkpoints, tokenizers, and an AsyncLLM whose engines the test plays."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ def fallback_tokenizer(tmp_path_factory: pytest.TempPathFactory) -> Tokenizer:
 
 @pytest.fixture
 async def llm(checkpoint: Path) -> AsyncIterator[AsyncLLM]:
-    """Without an engine as yet."""
+    """An AsyncLLM without an engine."""
     llm = AsyncLLM(Config(model=str(checkpoint), served_model_name="played"))
     yield llm
     await llm.stop()

@@ -1,4 +1,4 @@
-"""A timeline as a block, for tests of what is kept of timelines."""
+"""A request's timeline as a context manager, for tests of stored timelines."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from raylm.frontend.timelines.ring import Timelines
 
 @contextmanager
 def noted(timelines: Timelines, request_id: str, key: str, path: str) -> Iterator[Record]:
-    """The timeline of a request, which ends with the block."""
+    """The timeline of a request. It ends with the block."""
     record = Record(request_id, key, path, timelines.clock)
     timelines.begin(record)
     try:

@@ -1,4 +1,4 @@
-"""Texts cut into pieces, as they come from an engine."""
+"""Cuts texts into pieces, as an engine sends them."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ import random
 
 
 def cut(text: str, seed: int) -> list[str]:
-    """``text`` in pieces of different lengths."""
+    """Cut ``text`` into pieces of random lengths."""
     rng = random.Random(seed)
     pieces = []
     while text:

@@ -1,4 +1,4 @@
-"""PlayedEngine: an EngineClient whose engine is the test itself."""
+"""PlayedEngine: an EngineClient whose engine is played by the test."""
 
 from __future__ import annotations
 
@@ -24,13 +24,13 @@ Entry = tuple[int, int, list[int], FinishReason | None]
 
 
 async def settle() -> None:
-    """Let every task that can go on go on."""
+    """Let every task run until it waits."""
     for _ in range(10):
         await asyncio.sleep(0)
 
 
 def batch(*entries: Entry, stats: EngineStats | None = None, **columns: Any) -> EngineCoreOutputs:
-    """A message of (key, index, tokens, finish reason)."""
+    """A message with the entries (key, index, tokens, finish reason)."""
     given = {
         "stop_reasons": [None] * len(entries),
         "cached_tokens": [0] * len(entries),
@@ -48,7 +48,7 @@ def batch(*entries: Entry, stats: EngineStats | None = None, **columns: Any) -> 
 
 
 class PlayedEngine(EngineClient):
-    """Remembers what it is told, and says what the test makes it say."""
+    """Records its calls, and sends the messages that the test provides."""
 
     def __init__(
         self, engine_id: str, *, max_model_len: int = 128, vocab_size: int = 330, fingerprint: str = "fp_1"
@@ -98,11 +98,11 @@ class PlayedEngine(EngineClient):
         self._said.put_nowait(batch(*entries, **columns))
 
     def die(self, error: Exception | None = None) -> None:
-        """Be lost."""
+        """Raise an error in the stream of outputs, as if the engine were lost."""
         self._said.put_nowait(error or EngineDiedError("The engine is gone."))
 
     async def heard(self) -> None:
-        """Wait until its client has taken in all that was said, its loss too."""
+        """Wait until the client has processed all messages, including a loss."""
         async with asyncio.timeout(300):
             await self._said.join()
 

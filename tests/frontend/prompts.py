@@ -1,4 +1,4 @@
-"""PromptStates without a tokenizer, for tests of what engines and routers do with them."""
+"""PromptStates without a tokenizer, for tests of engines and routers."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from raylm.messages import EngineCoreRequest
 
 
 def prompt_of(request: EngineCoreRequest) -> PromptState:
-    """The state of a prompt whose text nobody reads."""
+    """The state of a prompt whose text is never read."""
     backend = SimpleNamespace(decode=lambda token_ids, skip_special_tokens: "")
     tokenizer = SimpleNamespace(backend=backend, added_tokens={})
     return PromptState(request, tokenizer, Telemetry("m", dict))  # type: ignore[arg-type]

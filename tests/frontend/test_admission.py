@@ -1,4 +1,4 @@
-"""Who may join those that wait for a first token: by sequences, by tokens, by estimates that learn."""
+"""Admission to the queue for a first token: limits of sequences and tokens, and estimates that adapt."""
 
 from __future__ import annotations
 
@@ -38,11 +38,11 @@ def test_requests_are_bounded_and_leave_with_their_first_token() -> None:
 
 def test_tokens_are_bounded_by_estimates_too() -> None:
     admission = Admission(max_tokens=100)
-    with admission.enter(200) as hold:  # four bytes a token, nobody has told otherwise
+    with admission.enter(200) as hold:  # four bytes per token, because no prompt was tokenized yet
         assert admission.tokens == 50
         with pytest.raises(OverloadedError):
             admission.enter(220)
-        hold.grow(1, 400)  # a body may turn out longer than announced
+        hold.grow(1, 400)  # a body may be longer than announced
         assert admission.tokens == 100
         with pytest.raises(OverloadedError), admission.enter(4):
             pass
@@ -198,7 +198,7 @@ async def test_places_are_given_back_when_tokens_come_and_not_when_they_are_read
 
 
 def test_a_prompt_behind_the_answer_of_its_request_waits_by_itself() -> None:
-    """As that of a response that is made in the background."""
+    """For example the prompt of a background response."""
     admission = Admission(max_requests=1)
     request = Request(Arrival("a", "/"), Timelines(), admission)
     request.wait(10)
@@ -214,13 +214,13 @@ def test_a_prompt_behind_the_answer_of_its_request_waits_by_itself() -> None:
 def test_one_key_turns_no_other_away(by_tokens: bool) -> None:
     most = {"max_tokens": 8} if by_tokens else {"max_requests": 8}
     admission = Admission(**most, policy=FairShares(lambda: 3))
-    assert fill(admission, "a") == 4, "half of it is left for whoever comes"
+    assert fill(admission, "a") == 4, "half of the queue is left for other keys"
     assert fill(admission, "b") == 2
-    assert [fill(admission, key) for key in "cdef"] == [1] * 4, "nobody is turned away who has nothing there"
+    assert [fill(admission, key) for key in "cdef"] == [1] * 4, "a key without a waiting request is not refused"
 
 
 def fill(admission: Admission, key: str, weight: float = 1.0) -> int:
-    """How many small requests of a key are let in."""
+    """The number of small requests of a key that are admitted."""
     holds: list[Reservation] = []
     while True:
         try:
@@ -251,7 +251,7 @@ def head_of(key: ApiKey, state: StateClient, llm: AsyncLLM) -> RequestHead:
 async def sent(
     llm: AsyncLLM, engine: PlayedEngine, head: RequestHead, **params: Any
 ) -> AsyncGenerator[RequestOutput, None]:
-    """A request of five prompt tokens that has reached the engine; its task is over with its first output."""
+    """Send a request of five prompt tokens to the engine, and read its first output. Returns the stream."""
     stream, before = llm.generate([5, 6, 7, 8, 9], SamplingParams(**params), head), len(engine.added)
     task = asyncio.ensure_future(anext(stream))
     async with asyncio.timeout(300):
@@ -272,8 +272,8 @@ async def test_tokens_are_reserved_before_the_engine_knows_and_given_back_at_the
     second = await sent(llm, engine, head_of(key, state, llm), max_tokens=20)
     with pytest.raises(RateLimitError, match=r"tokens_per_minute' of 60.* 25 tokens .* 10 are left"):
         await sent(llm, engine, head_of(key, state, llm), max_tokens=20)
-    assert len(engine.added) == 2, "refused before it was dispatched"
-    await first.aclose()  # it was served 5 + 1
+    assert len(engine.added) == 2, "the third request was refused before it was sent"
+    await first.aclose()  # it counts 5 + 1 tokens
     await state.publish()
     third = await sent(llm, engine, head_of(key, state, llm), max_tokens=20, n=1)
     standing = state.standing("a")
@@ -296,7 +296,7 @@ async def test_an_answer_is_as_long_as_its_key_may_ask_for(llm: AsyncLLM, engine
         assert refused.value.param == param
     few = ApiKey("few", limits=KeyLimits(tokens_per_minute=25))
     stream = await sent(llm, engine, head_of(few, state, llm), n=2)
-    assert engine.added[-1].params.max_tokens == 10, "what the minute leaves beside the prompt, for each of two"
+    assert engine.added[-1].params.max_tokens == 10, "the rest of the minute after the prompt, halved"
     await stream.aclose()
     with pytest.raises(InvalidRequestError) as refused:
         await sent(llm, engine, head_of(few, state, llm), max_tokens=21)
@@ -313,7 +313,7 @@ async def test_prompts_that_come_together_are_reserved_at_once(llm: AsyncLLM, en
     heads = [head.nth(0), head.nth(1)]
     with pytest.raises(InvalidRequestError, match="at most 27 for each of these prompts"):
         await llm.reserve(prompts, SamplingParams(max_tokens=28), heads)
-    assert state.standing("a") is None, "nothing was asked of the limits"
+    assert state.standing("a") is None, "the limits were not used"
     assert await llm.reserve(prompts, SamplingParams(), heads) == prompts
     standing = state.standing("a")
     assert standing is not None
@@ -333,7 +333,7 @@ async def test_prompts_that_come_together_are_reserved_at_once(llm: AsyncLLM, en
     third = await sent(llm, engine, head_of(key, state, llm), max_tokens=1)
     standing = state.standing("a")
     assert standing is not None
-    assert standing.remaining_tokens == 60 - 5 - 4 - 6, "what was served of both, and what the third may take"
+    assert standing.remaining_tokens == 60 - 5 - 4 - 6, "the tokens of both, and the limit of the third"
     await third.aclose()
     await state.close()
 

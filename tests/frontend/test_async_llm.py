@@ -1,4 +1,4 @@
-"""AsyncLLM over engines that the test plays: demultiplexing, merging, stop strings, aborts, lost engines."""
+"""AsyncLLM with engines that the test plays: demultiplexing, merging, stop strings, aborts, lost engines."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ EOS = 2
 
 
 def begin(llm: AsyncLLM, prompt: Any = "hello", **params: Any) -> asyncio.Task[list[RequestOutput]]:
-    """A caller who reads everything."""
+    """Start a caller that reads all outputs."""
 
     async def read() -> list[RequestOutput]:
         async with aclosing(llm.generate(prompt, SamplingParams(**params), RequestHead(request_id="r"))) as outputs:
@@ -97,7 +97,7 @@ async def test_a_stop_string_ends_one_of_two_sequences(llm: AsyncLLM, engine: Pl
     engine.say((key, 0, so, None), (key, 1, so, None))
     engine.say((key, 0, d, None), (key, 1, so, None))
     await settle()
-    assert engine.stopped == [(key, 0)], "the engine must run on with the other one alone"
+    assert engine.stopped == [(key, 0)], "the engine must continue the other sequence"
     engine.say((key, 0, so, None), (key, 1, so, "length"))
     outputs = await reader
     assert text_of(outputs, 0) == "so "
@@ -118,7 +118,7 @@ async def test_closing_aborts_at_once(llm: AsyncLLM, engine: PlayedEngine) -> No
     assert engine.aborted == [engine.added[0].key]
     engine.say((engine.added[0].key, 0, [5], None))
     await settle()
-    assert llm.is_ready, "tokens of an aborted request did harm"
+    assert llm.is_ready, "tokens of an aborted request must do no harm"
 
 
 async def test_tokens_of_a_closed_request_shift_nothing(llm: AsyncLLM, engine: PlayedEngine) -> None:
@@ -198,7 +198,7 @@ async def ends_alone(bad: asyncio.Task[Any], token: int, llm: AsyncLLM, engine: 
 
 
 class FaultyParser:
-    """Fails at every piece of a text."""
+    """Fails at every piece of text."""
 
     def __init__(self, tools: Any, *, one_call: bool) -> None: ...
 

@@ -1,4 +1,4 @@
-"""InputProcessor: what it resolves, and what it refuses, naming the field."""
+"""InputProcessor: the parameters that it completes, and errors that name the field."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""TokenLogprobs: a list of entries, and how much memory thousands of entries take."""
+"""TokenLogprobs: a list of entries, and the memory of thousands of entries."""
 
 from __future__ import annotations
 
@@ -56,7 +56,7 @@ def test_the_entries_of_an_answer_are_a_list(
     part = found[start:stop]
     part.extend(TokenLogprobs(later))
     assert list(part) == [*wanted[start:stop], *later]
-    assert list(found) == wanted, "a part is a copy"
+    assert list(found) == wanted, "a slice is a copy"
     assert pickle.loads(pickle.dumps(found)) == found
     assert (found == TokenLogprobs(entries)) is (not later)
 

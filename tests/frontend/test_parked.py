@@ -1,4 +1,4 @@
-"""Streams that go on through another front end, behind what an engine has drawn for one that is gone."""
+"""Streams that continue through another front end, from tokens that an engine parked for a lost one."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ LENGTH = 60
 
 
 class Client(LocalEngineClient):
-    """One that can be lost without a word, as its process would be."""
+    """A client that can be lost without a message, like a killed process."""
 
     silent = False
 
@@ -41,7 +41,7 @@ class Client(LocalEngineClient):
 
 
 class Fleet:
-    """Two engines and two front ends; ``clients`` are those of each front end."""
+    """Two engines and two front ends. ``clients`` are the engine clients of each front end."""
 
     def __init__(self, checkpoint: Path) -> None:
         config = Config(model=str(checkpoint), served_model_name="fake")
@@ -88,7 +88,7 @@ async def fleet(checkpoint: Path) -> AsyncIterator[Fleet]:
 
 
 class Answer:
-    """What a caller has of each sequence."""
+    """The tokens, texts and ends that a caller has of each sequence."""
 
     def __init__(self, n: int) -> None:
         self.tokens: list[list[int]] = [[] for _ in range(n)]
@@ -119,7 +119,7 @@ class Answer:
 async def read(
     llm: AsyncLLM, prompt: list[int], params: SamplingParams, answer: Answer, most: int = 10**6, **head: Any
 ) -> None:
-    """Add to ``answer``; leave behind ``most`` tokens."""
+    """Read outputs into ``answer``, and leave after ``most`` tokens."""
     async with aclosing(llm.generate(prompt, params, RequestHead(request_id="r", **head))) as outputs:
         async for output in outputs:
             answer.take(output)
@@ -128,7 +128,7 @@ async def read(
 
 
 async def lost_after(fleet: Fleet, prompt: list[int], params: SamplingParams, most: int) -> Answer:
-    """What a caller had when the first front end was lost without a word; its engine does not know it yet."""
+    """A caller's answer when the first front end is lost without a message. Its engine does not know it yet."""
     answer, stuck = Answer(params.n), asyncio.Event()
 
     async def stop_reading() -> None:
@@ -187,7 +187,7 @@ async def test_what_was_drawn_is_taken_over(fleet: Fleet, fields: dict[str, Any]
         assert answer == undisturbed
         await until(lambda: fleet.is_idle)
         if when != "when it hung up":
-            return  # the first front end is stuck for ever
+            return  # the first front end hangs forever
 
 
 async def test_nothing_is_drawn_twice(fleet: Fleet) -> None:
@@ -198,7 +198,7 @@ async def test_nothing_is_drawn_twice(fleet: Fleet) -> None:
     await until(lambda: fleet.is_idle)
     assert fleet.num_parked == 1
     generated = sum(core.scheduler.counters.generation_tokens for core in fleet.cores)
-    assert 0 < generated < LENGTH, "the engine went on without a client"
+    assert 0 < generated < LENGTH, "the engine continued without a client"
     await read(fleet.llms[1], [5, 6], params, answer, told=answer.told, resumable_as=NAME, is_resumed=True)
     assert answer.tokens == [fleet.workers[0].model.continuation([5, 6], 1, LENGTH)]
     assert sum(core.scheduler.counters.generation_tokens for core in fleet.cores) == LENGTH
@@ -218,7 +218,7 @@ async def test_it_is_given_once_and_to_the_very_same_request_alone(fleet: Fleet)
         assert rest.tokens == [fleet.workers[0].model.continuation([5, 6], asked.seed, LENGTH)[3:]]
         core = fleet.cores[parked.index(True)]
         first = EngineCoreRequest(1, "r", [5, 6], params, resumable_as=name)
-        assert core.take_parked(first) is None, "it was given"
+        assert core.take_parked(first) is None, "it was already taken"
 
 
 async def test_it_goes_with_time(fleet: Fleet) -> None:
@@ -236,7 +236,7 @@ async def test_it_goes_with_time(fleet: Fleet) -> None:
     for core in fleet.cores:
         for _ in range(15):
             core.pass_period(PERIOD_S)
-    assert fleet.num_parked == 0, "a whole answer stays for the time in which a client may be found gone"
+    assert fleet.num_parked == 0, "a whole answer stays until a lost client is noticed"
     assert whole.tokens == [fleet.workers[0].model.continuation([5, 6], 1, LENGTH)]
 
 

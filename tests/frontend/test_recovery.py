@@ -1,4 +1,4 @@
-"""Requests whose engine is lost go on on another one, and their callers get what they would have got."""
+"""Requests of a lost engine continue on another engine, and their callers get the same tokens."""
 
 from __future__ import annotations
 
@@ -25,14 +25,14 @@ from tests.frontend.test_with_engine_core import House, until
 
 @pytest.fixture
 async def lasting(checkpoint: Path) -> AsyncIterator[AsyncLLM]:
-    """An AsyncLLM whose requests wait for an engine."""
+    """An AsyncLLM whose requests wait until an engine is available."""
     llm = AsyncLLM(Config(model=str(checkpoint), served_model_name="played"), recovery_timeout_s=30)
     yield llm
     await llm.stop()
 
 
 async def read(llm: AsyncLLM, prompt: list[int], params: SamplingParams) -> dict[int, list[int]]:
-    """Tokens of each sequence."""
+    """The tokens of each sequence."""
     found: dict[int, list[int]] = {index: [] for index in range(params.n)}
     async with aclosing(llm.generate(prompt, params, RequestHead(request_id="r"))) as outputs:
         async for output in outputs:
@@ -43,7 +43,7 @@ async def read(llm: AsyncLLM, prompt: list[int], params: SamplingParams) -> dict
 
 @pytest.mark.parametrize("seed", range(6))
 async def test_answers_are_those_of_an_undisturbed_run(lasting: AsyncLLM, seed: int) -> None:
-    """Engines come and go at random; at times there is none."""
+    """Engines start and end at random, and sometimes there is none."""
     numbers = random.Random(seed)
     houses = [House(lasting, f"e{at}") for at in range(7)]
     await houses[0].open()
@@ -89,7 +89,7 @@ async def test_what_is_told_is_told_once_and_the_rest_is_asked_for(lasting: Asyn
     await until(lambda: bool(second.added))
     again = second.added[0]
     assert again.drawn == ((7, 8), None, (10,))
-    assert again.params.seed == first.added[0].params.seed, "an undeclared seed is drawn once"
+    assert again.params.seed == first.added[0].params.seed, "a default seed is drawn only once"
     second.say((again.key, 0, [11], "length"), (again.key, 2, [12], "length"))
     assert await call == {0: [7, 8, 11], 1: [9], 2: [10, 12]}
 
@@ -121,7 +121,7 @@ async def test_tokens_go_on_where_they_are_the_same_and_nowhere_else(lasting: As
     lasting.add_engine(other)
     first.die()
     await until(lambda: bool(other.added))
-    assert [list(request.prompt_token_ids) for request in other.added] == [[6]], "it had no token yet"
+    assert [list(request.prompt_token_ids) for request in other.added] == [[6]], "this request had no token yet"
     lasting.add_engine(same)
     await until(lambda: bool(same.added))
     assert same.added[0].drawn == ((7,),)
@@ -144,7 +144,7 @@ async def test_nobody_waits_longer_than_recovery_takes(checkpoint: Path) -> None
 
 
 async def test_a_request_that_brings_engines_down_is_given_up_and_its_neighbours_are_not(lasting: AsyncLLM) -> None:
-    """Suspects run one at a time, so the innocent ones get their turn when the guilty one is known."""
+    """Suspected requests run one at a time, so the innocent ones complete after the guilty one is known."""
     guilty, innocent = array("I", [66]), [[1], [2], [3]]
     deaths = 0
     lasting.add_engine(engine := PlayedEngine("e0"))
@@ -175,7 +175,10 @@ async def test_a_request_that_brings_engines_down_is_given_up_and_its_neighbours
 
 
 async def test_a_draining_engine_hands_over_what_is_open_and_is_not_heard_any_more(lasting: AsyncLLM) -> None:
-    """At once where another engine has its tokens and adapters; without one it goes on, and gets new requests too."""
+    """At once, if another engine has its fingerprint and adapters.
+
+    Otherwise the draining engine continues and gets new ones.
+    """
     first, other, second = PlayedEngine("first"), PlayedEngine("other", fingerprint="fp_2"), PlayedEngine("second")
     lasting.add_engine(first)
     begun = asyncio.create_task(read(lasting, [5], SamplingParams(max_tokens=4, ignore_eos=True)))
@@ -186,16 +189,16 @@ async def test_a_draining_engine_hands_over_what_is_open_and_is_not_heard_any_mo
     late = asyncio.create_task(read(lasting, [6], SamplingParams(max_tokens=1, ignore_eos=True)))
     await until(lambda: len(first.added) == 2)
     first.say((first.added[1].key, 0, [6], "length"))
-    assert await late == {0: [6]}, "there is no other"
+    assert await late == {0: [6]}, "there is no other engine"
     lasting.add_engine(other)
     new = [asyncio.create_task(read(lasting, [8], SamplingParams(max_tokens=1, ignore_eos=True))) for _ in range(3)]
     await until(lambda: len(first.added) + len(other.added) == 5)
-    assert len(other.added) == 3, "new requests go to those that stay"
+    assert len(other.added) == 3, "new requests go to engines that do not drain"
     other.say(*((request.key, 0, [8], "length") for request in other.added))
     assert await asyncio.gather(*new) == [{0: [8]}] * 3
     first.say((key, 0, [9], None))
     await first.heard()
-    assert not first.closed, "its tokens would not be those of the other one"
+    assert not first.closed, "the other engine has another fingerprint"
     lasting.add_engine(second)
     await until(lambda: bool(second.added))
     await until(lambda: first.closed)
@@ -258,7 +261,7 @@ async def test_engines_drain_one_after_the_other_with_the_answers_of_an_undistur
 async def test_a_draining_engine_is_left_when_nothing_is_open_there_and_another_one_is_ready(
     lasting: AsyncLLM,
 ) -> None:
-    """Of whatever fingerprint: new requests go to the other one anyway. The only engine is not left."""
+    """The other engine may have another fingerprint, as new requests go to it anyway. The only engine is kept."""
     first, other = PlayedEngine("first"), PlayedEngine("other", fingerprint="fp_2")
     lasting.add_engine(first)
     begun = asyncio.create_task(read(lasting, [5], SamplingParams(max_tokens=2, ignore_eos=True)))
@@ -297,7 +300,7 @@ async def test_new_requests_wait_for_an_engine_that_is_started_for_them(checkpoi
 
 
 async def test_another_engine_is_started_for_requests_on_the_last_one_when_it_is_to_end(checkpoint: Path) -> None:
-    """Those that were there, and those that come while it drains: they go on as soon as the other one is ready."""
+    """The open requests, and those that arrive while it drains, continue as soon as the other engine is ready."""
     wakes: list[str] = []
     llm = AsyncLLM(Config(model=str(checkpoint)), recovery_timeout_s=30, wake=lambda: wakes.append("wanted"))
     first, second = PlayedEngine("first"), PlayedEngine("second")
@@ -324,7 +327,7 @@ async def test_another_engine_is_started_for_requests_on_the_last_one_when_it_is
 async def test_who_comes_when_all_engines_are_lost_waits_for_the_next(
     lasting: AsyncLLM, monkeypatch: pytest.MonkeyPatch, is_lost_late: bool
 ) -> None:
-    """Before the request came, or while its prompt was looked at."""
+    """The engines are lost before the request arrives, or while its prompt is processed."""
     first, second = PlayedEngine("first"), PlayedEngine("second")
     lasting.add_engine(first)
     await asyncio.sleep(0)

@@ -1,4 +1,4 @@
-"""A Request ends once, whoever ends it, and its blocks raise the first reason for which it was interrupted."""
+"""A Request ends once, whatever ends it, and its blocks raise the first reason of an interrupt."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ FROM = Arrival("a", "/v1/completions")
 
 
 class GoneError(Exception):
-    """The reason for an interrupt."""
+    """The reason of an interrupt."""
 
 
 def new_request(arrival: Arrival = FROM) -> Request:
@@ -38,7 +38,7 @@ def new_request(arrival: Arrival = FROM) -> Request:
 
 
 async def outcome(act: Callable[[asyncio.Task[None], Request], object]) -> BaseException | None:
-    """What ends a task that waits in a block of its request, on which ``act`` acts."""
+    """The exception that ends a task in a block of its request, after ``act`` on the task and the request."""
     request = new_request()
 
     async def work() -> None:
@@ -88,7 +88,7 @@ async def test_an_interrupt_by_the_own_task_raises_its_reason_at_once() -> None:
     with pytest.raises(GoneError, match="first"):
         interrupt()
     assert task.cancelling() == 0
-    await asyncio.sleep(0)  # no cancellation is left for whatever the task does next
+    await asyncio.sleep(0)  # the task has no pending cancellation
 
 
 async def test_a_request_that_is_kept_outlives_its_connection() -> None:

@@ -1,4 +1,4 @@
-"""Telemetry: the series as Prometheus reads them, parsed back."""
+"""Telemetry: its metrics in Prometheus's format, parsed again."""
 
 from __future__ import annotations
 
@@ -81,7 +81,7 @@ def test_tokens_of_keys_are_counted_as_requests_end() -> None:
         telemetry.ended(record)
 
     end("alice", (5, [[1, 2], [3]], 12.5), (7, [[4]], 11.0))
-    end("alice", (100, [[]], None))  # refused or ended before its first token
+    end("alice", (100, [[]], None))  # a request that was refused or ended before its first token
     end("bob", (2, [[9] * 30], 30.25))
     found = samples(telemetry)
 

@@ -1,4 +1,4 @@
-"""AsyncLLM over a real EngineCore in this process, with the fake model: honest callers beside those who leave."""
+"""AsyncLLM with a real EngineCore in this process and the fake model: callers that read all, and callers that leave."""
 
 from __future__ import annotations
 
@@ -55,7 +55,7 @@ async def until(holds: Callable[[], bool]) -> None:
 
 
 async def read(llm: AsyncLLM, prompt: list[int], params: SamplingParams, leave_after: int | None = None) -> list[int]:
-    """Tokens of one caller, who may leave after so many outputs."""
+    """The tokens of one caller, who leaves after ``leave_after`` outputs, if given."""
     tokens: list[int] = []
     seen = 0
     async with aclosing(llm.generate(prompt, params, RequestHead(request_id="r"))) as outputs:

@@ -1,4 +1,4 @@
-"""An answer's parts, and the tokens of its text, are the same however its tokens came together and were read."""
+"""The parts of an answer, and the tokens of its text, do not depend on how tokens were batched and read."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ TOKENIZER = Tokenizer(EMBEDDED)
 EOS = 2
 TOOLS: Any = {"f": {"properties": {"city": {"type": "string"}}}}
 CODED = "<tool_call>\n<function=f>\n<parameter=city>\nKöln\n</parameter>\n</function>\n</tool_call>"
-# What a model draws, and its parser of calls.
+# (text that a model draws, parser of its tool calls)
 ANSWERS = [
     *((said, "hermes") for said in SAID),
     (f"<think>\nHm </thin 🙂\n</think>\n\nI << <tool ask. \n{CALLS} And then?\n{CALLS}", "hermes"),
@@ -49,7 +49,7 @@ def form_of(parser: str) -> AnswerFormat:
 async def read(
     said: str, parser: str, sizes: list[int], reads: list[bool], reason: Any
 ) -> tuple[list[Part], list[int]]:
-    """The parts of an answer in order, and the tokens of its text; a batch of each size comes, and is read or not."""
+    """The parts of an answer in order, and the tokens of its text. ``reads`` says which batches are read at once."""
     drawn = TOKENIZER.encode_now(said, add_special_tokens=False) + ([EOS] if reason == "stop" else [])
     params = SamplingParams(logprobs=0, skip_special_tokens=False, stop=("END",))
     request = EngineCoreRequest(key=1, request_id="r", prompt_token_ids=[5], params=params, arrival_time=0.0)
@@ -97,12 +97,12 @@ def test_any_partition_of_the_tokens_gives_the_same_answer(
     assert asyncio.run(read(said, parser, sizes, reads, reason)) == one_by_one
     parts, tokens = one_by_one
     joined = b"".join(map(TOKENIZER.token_bytes, tokens)).decode(errors="replace")
-    if "END" not in said:  # a token may hold a stop string and what stands before it
+    if "END" not in said:  # a token may contain a stop string and text before it
         assert without_space(joined) == without_space("".join(text for kind, text in parts if kind == "text"))
 
 
 def without_space(text: str) -> str:
-    """Parsers drop white space beside their markers, of which a token may have some with its text."""
+    """Remove white space. Parsers drop it beside their markers, and a token can contain some of it with text."""
     return "".join(text.split())
 
 
@@ -113,7 +113,7 @@ def test_the_tokens_of_a_text_are_told_from_markers_and_white_space() -> None:
     reader = AnswerReader(AnswerFormat(REASONING_PARSERS["think"], thinking, TOOL_PARSERS["hermes"]))
     found = []
     for token_id, text in enumerate(said):
-        held = text == "é"  # as of a character of two tokens
+        held = text == "é"  # as if a character needed two tokens
         reason = "stop" if token_id == len(said) - 1 else None
         entries = [TokenLogprob(token_id, -1.0, 1)]
         delta = CompletionDelta(0, "" if held else text, [token_id], entries, reason)  # type: ignore[arg-type]

@@ -1,4 +1,4 @@
-"""ChatProcessor and the reading of answers, on the embedded model's tokenizer and template, over a played engine."""
+"""ChatProcessor and the reading of answers, with the embedded model's tokenizer and template, and a played engine."""
 
 from __future__ import annotations
 
@@ -45,7 +45,7 @@ async def answer(
     params: SamplingParams = PARAMS,
     **request: Any,
 ) -> CompletionDelta:
-    """The whole answer when the engine says ``text`` in pieces of so many tokens."""
+    """The whole answer, if the engine sends the tokens of ``text`` in batches of ``pieces``."""
     prompt = await llm.prepare_chat(ChatRequest(messages=ASK, **request), params)
     drawn = await llm.tokenize(text)
     drawn += [2] if reason == "stop" else []

@@ -1,4 +1,4 @@
-"""GrammarCompiler: what is wrong is said, what kills a process is refused, what was seen is not compiled again."""
+"""GrammarCompiler: errors are reported, dangerous forms are refused, and known forms are not compiled again."""
 
 from __future__ import annotations
 
@@ -75,7 +75,7 @@ async def test_a_bomb_ends_and_others_are_served_meanwhile(compiler: GrammarComp
     bomb = asyncio.create_task(compiler.compile(StructuredOutputs(**BOMBS[name])))
     assert await compiler.compile(StructuredOutputs(regex="b+"))
     (ended,) = await asyncio.gather(bomb, return_exceptions=True)
-    if isinstance(ended, BaseException):  # it may also be bearable
+    if isinstance(ended, BaseException):  # it may also be within the limits
         assert isinstance(ended, InvalidRequestError)
         assert ended.param == "structured_outputs"
     else:
@@ -83,7 +83,7 @@ async def test_a_bomb_ends_and_others_are_served_meanwhile(compiler: GrammarComp
 
 
 def chain(rules: int, last: str = "b") -> StructuredOutputs:
-    """Rules that each need the next one."""
+    """A grammar of rules that each use the next one."""
     lines = [f'r{i}: "a" r{i + 1}' for i in range(rules)]
     return StructuredOutputs(grammar="\n".join(["%llguidance {}", "start: r0", *lines, f'r{rules}: "{last}"']))
 
@@ -107,7 +107,7 @@ async def test_what_overflows_a_stack_is_refused_however_often_it_comes(compiler
 
 
 async def test_a_form_that_works_for_long_is_ended(compiler: GrammarCompiler) -> None:
-    """GBNF is read in the square of its rules; the process is given two seconds."""
+    """The time to parse GBNF grows with the square of the rules. The process gets two seconds."""
     rules = "\n".join(f"r{i} ::= [a] r{i + 1}" for i in range(1950))
     with pytest.raises(InvalidRequestError, match="too complex to compile"):
         await compiler.compile(StructuredOutputs(grammar=f"root ::= r0\n{rules}\nr1950 ::= [b]"))
@@ -126,7 +126,7 @@ async def test_a_form_that_takes_too_much_memory_ends_its_process_alone(compiler
 
 
 def test_an_allocation_that_fails_ends_the_whole_process() -> None:
-    """Why forms are compiled in processes: llguidance asks for 1.5 GiB at once, and Rust aborts without them."""
+    """The reason for separate processes: llguidance allocates 1.5 GiB at once, and Rust aborts if it cannot."""
     program = (
         "from raylm.checkpoint import EMBEDDED\nfrom raylm.grammar import load_tokenizer\n"
         "from raylm import fork_server, grammar_server\nfrom raylm.params import StructuredOutputs\n"
@@ -140,7 +140,7 @@ def test_an_allocation_that_fails_ends_the_whole_process() -> None:
 
 
 async def test_masks_that_take_long_are_refused(compiler: GrammarCompiler) -> None:
-    """By the limit of a mask, or where the processor is slow by that of the whole."""
+    """The limit of a mask applies, or on a slow processor the limit of the whole form."""
     piece = '"' + "a" * 4000 + '"'
     with pytest.raises(
         InvalidRequestError, match=r"one token of the answer takes more than 20 ms|complex to compile\."
@@ -150,7 +150,7 @@ async def test_masks_that_take_long_are_refused(compiler: GrammarCompiler) -> No
 
 @pytest.mark.parametrize("properties", [500, 1000, 2000])
 async def test_what_could_not_be_followed_later_is_refused(compiler: GrammarCompiler, properties: int) -> None:
-    """After the first quotation mark any of the names may come, which are more than a row of the parser holds."""
+    """After the first quotation mark any of the names may follow, too many for a row of the parser."""
     schema = {"type": "object", "properties": {f"p{i}": {"type": "string"} for i in range(properties)}}
     with pytest.raises(InvalidRequestError, match="too complex"):
         await compiler.compile(StructuredOutputs(json=schema))
@@ -188,7 +188,7 @@ async def test_an_answer_that_is_not_whole_is_none(
 
 
 async def test_limits_hold_where_signals_are_blocked(compiler: GrammarCompiler) -> None:
-    """A server inherits what the thread that starts it has blocked or ignored."""
+    """A server inherits blocked and ignored signals from the thread that starts it."""
     deadly = {signal.SIGALRM, signal.SIGPROF, signal.SIGIO}
     before = signal.pthread_sigmask(signal.SIG_BLOCK, deadly)
     ignored = {number: signal.signal(number, signal.SIG_IGN) for number in deadly}
@@ -204,7 +204,7 @@ async def test_limits_hold_where_signals_are_blocked(compiler: GrammarCompiler) 
 
 
 async def test_the_process_of_a_cancelled_form_ends(compiler: GrammarCompiler) -> None:
-    """Its work would go on for two seconds; the place that it held is free at once."""
+    """The work would take two more seconds. Its place is free at once."""
     await compiler.compile(StructuredOutputs(regex="a"))
     server = compiler._process._server
     assert server is not None
@@ -215,7 +215,7 @@ async def test_the_process_of_a_cancelled_form_ends(compiler: GrammarCompiler) -
 
 
 async def _busy(compiler: GrammarCompiler, server: int) -> None:
-    """Wait until a large form is being compiled, and cancel it."""
+    """Wait until a large form is being compiled, then cancel it."""
     rules = "\n".join(f"r{i} ::= [a] r{i + 1}" for i in range(1950))
     task = asyncio.create_task(compiler.compile(StructuredOutputs(grammar=f"root ::= r0\n{rules}\nr1950 ::= [b]")))
     await until(lambda: bool(_children(server)))
@@ -235,7 +235,7 @@ def _children(pid: int) -> list[str]:
 
 
 class Played:
-    """In place of the processes: notes what is asked, and answers when it is let."""
+    """Replaces the processes. Records the forms, and answers when the test sets ``go``."""
 
     def __init__(self) -> None:
         self.asked: list[Any] = []
@@ -267,7 +267,7 @@ def large(number: int) -> StructuredOutputs:
 
 
 def huge(name: str) -> StructuredOutputs:
-    """Larger than a ``large`` one."""
+    """A form that is larger than a ``large`` one."""
     return StructuredOutputs(choice=(name, *(x * 4090 for x in "vwxyz")))
 
 
@@ -330,13 +330,13 @@ async def test_the_smallest_that_waits_is_next(compiler: GrammarCompiler, played
 
 
 async def of_key(compiler: GrammarCompiler, key: str, spec: StructuredOutputs) -> str:
-    """Compile it for a request of an API key."""
+    """Compile a form for a request of an API key."""
     CURRENT.set(Record("a request", key, "/", time.time))
     return await compiler.compile(spec)
 
 
 async def test_keys_have_their_forms_compiled_in_turn(compiler: GrammarCompiler, played: Played) -> None:
-    """Whatever their sizes: the many forms of one key delay those of another by one."""
+    """Whatever their sizes, the many forms of one key delay each form of another key by one."""
     many = [asyncio.create_task(of_key(compiler, "many", large(number))) for number in range(10)]
     await _settle()
     others = [asyncio.create_task(of_key(compiler, key, huge(key))) for key in ("few", "other", "few")]
@@ -344,7 +344,7 @@ async def test_keys_have_their_forms_compiled_in_turn(compiler: GrammarCompiler,
     played.go.set()
     await asyncio.gather(*many, *others)
     order = [asked[0] for asked in played.asked]
-    assert order == ["0", "few", "other", *map(str, range(1, 10))], "the third is the form of the first"
+    assert order == ["0", "few", "other", *map(str, range(1, 10))], "the third form is the same as the first"
 
 
 async def test_one_key_turns_no_other_away(compiler: GrammarCompiler, played: Played) -> None:
@@ -355,7 +355,7 @@ async def test_one_key_turns_no_other_away(compiler: GrammarCompiler, played: Pl
     few = [asyncio.create_task(of_key(compiler, "few", large(number))) for number in range(100, 110)]
     await _settle()
     gone = [task for task in waiting if task.done()]
-    assert gone == waiting[-8:], "its last ones"
+    assert gone == waiting[-8:], "the newest forms of the key"
     assert all(isinstance(task.exception(), OverloadedError) for task in gone)
     assert [task.done() for task in few] == [False] * 8 + [True] * 2
     waiting[1].cancel()

@@ -1,4 +1,4 @@
-"""Reasoning parsers: thoughts told from answers, however the text is cut."""
+"""Reasoning parsers separate reasoning from answers, however the text is cut."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""AdapterDirectory: what a replica knows of its engines' adapters, and what engines that join are given."""
+"""AdapterDirectory: the adapters that a replica knows, and the adapters that new engines get."""
 
 from __future__ import annotations
 
@@ -67,7 +67,7 @@ async def test_what_another_replica_loaded_is_learned_and_forgotten() -> None:
     directory.on_report(a, ())
     assert directory.known == {"two": TWO}
     await settle()
-    assert a.loaded == [], "an engine that is not new is told nothing"
+    assert a.loaded == [], "only a new engine gets adapters"
 
 
 async def test_an_engine_that_takes_the_place_of_a_lost_one_gets_its_adapters() -> None:
@@ -124,7 +124,7 @@ async def test_a_request_goes_to_an_engine_that_has_its_adapter() -> None:
 
 
 class LoadingEngine(PlayedEngine):
-    """Takes as long for a loading as the test wants, and cannot give up what it has not loaded yet."""
+    """An engine that loads an adapter when the test allows it. A loading adapter cannot be unloaded yet."""
 
     def __init__(self, engine_id: str) -> None:
         super().__init__(engine_id)
@@ -159,7 +159,7 @@ async def test_what_is_unloaded_while_an_engine_restores_it_stays_unloaded() -> 
 
 
 class Replica:
-    """A directory, and its line to the application's state."""
+    """A directory, and its client of the application's state."""
 
     def __init__(self, state: ApplicationState, *engines: PlayedEngine) -> None:
         self.directory, self.client = AdapterDirectory(), StateClient(LocalState(state))
@@ -219,7 +219,7 @@ async def test_a_state_that_is_lost_hears_of_adapters_from_replicas_and_engines(
     other = Replica(new, PlayedEngine("b"))
     await other.hear()
     assert other.directory.known == {"one": ONE}
-    alone = Replica(ApplicationState(), a)  # all else is new, and the engine lives
+    alone = Replica(ApplicationState(), a)  # only the engine is older
     await alone.hear()
     assert alone.directory.known == {"one": ONE}
     for replica in (one, other, alone):

@@ -1,4 +1,4 @@
-"""Discovery without Ray: what it does when Ray's control plane does not answer."""
+"""Discovery without Ray, and Discovery while Ray's control plane does not answer."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from tests.frontend.played_engine import PlayedEngine
 
 
 class Client:
-    """All that Discovery asks of a client."""
+    """The attributes of a client that Discovery uses."""
 
     def __init__(self, fingerprint: str = "fp_1") -> None:
         self.left = asyncio.Event()
@@ -24,7 +24,7 @@ class Client:
 
 
 class Discovery(discovery.Discovery):
-    """It counts how often it has looked for engines."""
+    """Counts its looks for engines."""
 
     looks = 0
 
@@ -33,7 +33,7 @@ class Discovery(discovery.Discovery):
         return super()._names()
 
     async def looked(self, times: int = 50) -> None:
-        """Wait until it has looked so many times more; each is a chance to take an engine that it must not take."""
+        """Wait for ``times`` more looks. Each could find an engine that must not be connected."""
         until = self.looks + times
         async with asyncio.timeout(300):
             while self.looks < until:  # noqa: ASYNC110
@@ -73,7 +73,7 @@ async def test_an_engine_is_found_after_looks_that_failed(
 
 
 def list_one_engine(monkeypatch: pytest.MonkeyPatch, connect: Callable[[object], Awaitable[Client]]) -> None:
-    """Let a Discovery find one engine, looking every millisecond, and reach it by ``connect``."""
+    """Let a Discovery find one engine, look every millisecond, and use ``connect`` for it."""
     listed = [{"name": "EngineCore:app:d:a", "namespace": NAMESPACE}]
     monkeypatch.setattr(discovery, "list_named_actors", lambda all_namespaces: listed)
     monkeypatch.setattr(discovery, "PERIOD_S", 0.001)
@@ -179,7 +179,7 @@ async def test_engines_are_looked_for_seldom_once_none_comes_or_goes_and_at_once
         assert await found.get() is clients[0]
         await watching.looked()
         now += discovery.SETTLING_S + 1
-        await without_engines.looked()  # meanwhile the last look of the other ends
+        await without_engines.looked()  # meanwhile the other one's last look ends
         settled = watching.looks
         await without_engines.looked()
         assert watching.looks == settled
@@ -191,7 +191,7 @@ async def test_engines_are_looked_for_seldom_once_none_comes_or_goes_and_at_once
 
 
 class Core:
-    """The handle of an EngineCore that is ready."""
+    """The handle of a ready EngineCore."""
 
     def __init__(self, client: Client) -> None:
         self.client = client
@@ -204,7 +204,7 @@ class Core:
 async def test_an_engine_of_another_configuration_is_taken_if_it_gives_the_tokens_of_one_of_ours(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    """Not before ours are there, and never one of another model."""
+    """Only after an engine of this configuration exists, and never from another model."""
     clients = {
         "EngineCore:app:new:a": Client("fp_1"),
         "EngineCore:app:old:b": Client("fp_1"),

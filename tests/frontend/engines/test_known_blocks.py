@@ -1,4 +1,4 @@
-"""KnownBlocks: what a router believes is what the engine holds, whatever happens in between."""
+"""KnownBlocks: a router's blocks equal the blocks that the engine holds, whatever happens in between."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ def a_hash(rng: random.Random) -> bytes:
 
 
 class Reader:
-    """A client of the engine that watches, joins anew, is slow, and may lose a message."""
+    """A client of the engine that watches its blocks. It may rejoin, be slow, or lose a message."""
 
     def __init__(self) -> None:
         self.outbox, self.known = Outbox(), KnownBlocks()
@@ -60,7 +60,7 @@ def act(pool: BlockPool, rng: random.Random) -> None:
 
 
 def tell(pool: BlockPool, readers: list[Reader]) -> None:
-    """As an EngineCore does: first what is pending, then all to those that ask."""
+    """Send changes as an EngineCore does: first the pending changes, then all blocks to readers that ask for them."""
     changes = pool.take_changes()
     for reader in readers:
         if reader.outbox.is_watching:
@@ -72,7 +72,7 @@ def tell(pool: BlockPool, readers: list[Reader]) -> None:
 
 
 async def live(seed: int, steps: int) -> int:
-    """Steps, losses, clients that join anew and engines that start anew; returns how often beliefs were compared."""
+    """Random steps, lost messages, rejoining clients and restarted engines. Returns the number of comparisons."""
     rng, compared = random.Random(seed), 0
     pool, readers = BlockPool(12), [Reader() for _ in range(3)]
     for _ in range(steps):
@@ -83,14 +83,14 @@ async def live(seed: int, steps: int) -> int:
                 lost = rng.random() < 0.05
                 await reader.read(lost)
                 if not lost and reader.known.told is not None and not reader.wants_all:
-                    # What was lost shows with the next message at the latest; until then it may be believed.
+                    # The next message reveals a lost message. Until then the reader may be wrong.
                     compared += 1
                     reader_is_whole = reader.known._number == reader.outbox._number
                     assert not reader_is_whole or reader.known.told == held_by(pool)
             if rng.random() < 0.01:
                 readers[readers.index(reader)] = Reader()
         if rng.random() < 0.001:
-            pool, readers = BlockPool(12), [Reader() for _ in readers]  # it has another id, so that routers begin anew
+            pool, readers = BlockPool(12), [Reader() for _ in readers]  # another id, so routers start again
     return compared
 
 
@@ -164,7 +164,7 @@ async def test_a_live_engine_is_believed_rightly_by_who_asks_and_who_does_not(mo
         info = EngineInfo("a", 256, worker.start())
         asking, idle = (LocalEngineClient(core, info) for _ in range(2))
         pool, routed = core.scheduler.kv.pool, [RoutedEngine(asking), RoutedEngine(idle)]
-        assert pool._changes is None, "nobody watches, so nothing is noted"
+        assert pool._changes is None, "no client watches, so the pool records no changes"
         for engine in routed:
             engine.watch()
         for key in _in_turn(30):
@@ -264,13 +264,13 @@ def test_what_an_open_request_stores_counts_until_it_is_told_or_the_request_is_o
     engine.begin(1, Route(engine, 1, 30, prompt, since=0.0))
     late = EngineCoreOutputs([1], [0], [1], [5], [None], [None], [0], EngineStats())
     engine.on_outputs(late, now=0.0)
-    assert engine.blocks.num_matched(prompt) == 2, "its first token is here, and what it stored is not told yet"
+    assert engine.blocks.num_matched(prompt) == 2, "the engine has not reported the stored blocks yet"
     assert engine.blocks.apply(changes(1, b"a" * 32))
     assert engine.blocks.apply(BlockChanges(2, b"", pack_keys([b"a" * 32])))
-    assert engine.blocks.num_matched(prompt) == 0, "what was told and is gone is not believed any longer"
+    assert engine.blocks.num_matched(prompt) == 0, "a reported removal has an effect at once"
     assert engine.blocks.num_matched(prompt[1:]) == 1
     engine.end(1, now=1.0)
-    assert engine.blocks.num_matched(prompt[1:]) == 1, "news are older than the end"
+    assert engine.blocks.num_matched(prompt[1:]) == 1, "the report is newer than the end"
     engine.on_outputs(replace(late, keys=[], created=0.9), now=1.1)
     assert engine.blocks.num_matched(prompt[1:]) == 1
     engine.on_outputs(replace(late, keys=[], created=1.0), now=3.0)
@@ -280,7 +280,7 @@ def test_what_an_open_request_stores_counts_until_it_is_told_or_the_request_is_o
 
 
 def test_nothing_is_kept_of_a_served_request_that_stores_no_known_blocks() -> None:
-    """With one engine nothing is known of blocks. An idle engine sends no message after which this would be dropped."""
+    """With one engine no blocks are reported. An idle engine sends no message that would remove the entry later."""
     engine = RoutedEngine(client=None)  # type: ignore[arg-type]
     for key in range(3):
         engine.begin(key, Route(engine, 1, 30, since=0.0))

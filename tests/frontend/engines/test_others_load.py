@@ -1,4 +1,4 @@
-"""OthersLoad: what is expected of other clients where the engine's own word is old."""
+"""OthersLoad: the expected load of other clients when an engine's report is old."""
 
 from __future__ import annotations
 
@@ -50,7 +50,7 @@ def test_who_was_never_told_of_others_has_none() -> None:
     load.tell(OtherClients(0, 1), 1e9 + 1)
     assert load.exist
     load.tell(OtherClients(), 1e9 + 2)
-    assert load.exist, "of late there were some"
+    assert load.exist, "there was some load recently"
     load.tell(OtherClients(), 1e9 + 1000)
     assert not load.exist
 
@@ -68,20 +68,20 @@ def test_a_pause_between_own_tokens_shows_that_prompts_are_computed() -> None:
 
     engine.begin(1, Route(engine, 1, 100, since=0.0))
     news, now = OtherClients(0, 4), 0.0
-    for _ in range(20):  # its first token, then one with every step
+    for _ in range(20):  # its first token, then one token per step
         now += 0.011
         engine.on_outputs(drawn(1, news), now)
-    engine.on_outputs(drawn(1, news), now := now + 0.2)  # a step that computed a prompt of another client
+    engine.on_outputs(drawn(1, news), now := now + 0.2)  # a step with a prompt of another client
     assert engine.others.long_s == pytest.approx(0.2)
     assert cost(now + 0.01) - engine.others.long_s == pytest.approx(cost_without(engine, now + 0.01))
     engine.on_outputs(drawn(1, news), now := now + 0.011)
     short = cost(now + 0.01)
-    assert short == pytest.approx(cost_without(engine, now + 0.01)), "the step before was short, and this one may be"
+    assert short == pytest.approx(cost_without(engine, now + 0.01)), "the last step was short, so this one may be too"
     assert cost(now + 0.05) == pytest.approx(short + 0.2, abs=0.01)
 
 
 def cost_without(engine: RoutedEngine, now: float) -> float:
-    """Of the same engine, had no step been long."""
+    """The cost of the same engine without a long step."""
     long_s, engine.others.long_s = engine.others.long_s, 0.0
     found = engine.predicted_s(1000, now=now, **SPEED)
     engine.others.long_s = long_s
@@ -89,9 +89,9 @@ def cost_without(engine: RoutedEngine, now: float) -> float:
 
 
 def test_a_wait_that_is_only_expected_counts_for_more_than_its_mean() -> None:
-    """Unless the report says nothing any more, or ingresses meet on an engine, whatever is expected there."""
+    """Except for reports that are too old, and for ingresses that meet on an engine."""
     engine = RoutedEngine(client=None)  # type: ignore[arg-type]
-    half = 1 / 32  # the age, in seconds, at which a report has half of its weight
+    half = 1 / 32  # the age, in seconds, at which the weight of a report is one half
     engine.on_outputs(EngineCoreOutputs(*([], [], [], [], [], [], []), EngineStats(others=OtherClients(0, 1))), 0.0)
 
     def wait_s(meeting: float, now: float = 9.0) -> float:
@@ -103,12 +103,12 @@ def test_a_wait_that_is_only_expected_counts_for_more_than_its_mean() -> None:
     assert wait_s(meeting=0.0, now=half) == pytest.approx(2 * 0.05 / 2)
     assert wait_s(meeting=1.0, now=half) == pytest.approx(1.5 * 0.05 / 2)
     assert wait_s(meeting=0.0) == wait_s(meeting=1.0) == pytest.approx(0.05)
-    assert wait_s(meeting=0.0, now=0.0) == pytest.approx(0.0), "it has just been told"
+    assert wait_s(meeting=0.0, now=0.0) == pytest.approx(0.0), "the report is new"
 
 
 @pytest.mark.parametrize("ingresses", [2, 4, 8])
 async def test_routers_prefer_different_engines_where_others_use_them(ingresses: int) -> None:
-    """However fresh news are, they say nothing of what another ingress sends at this moment."""
+    """Even fresh reports do not contain the requests that another ingress sends at this moment."""
     preferred: dict[float, list[set[str]]] = {0.0: [], 2.0: []}
     for rank in range(ingresses):
         now = [100.0]
@@ -119,7 +119,7 @@ async def test_routers_prefer_different_engines_where_others_use_them(ingresses:
         def picked(router: Router = router, rank: int = rank) -> set[str]:
             return {router.pick(request([rank] * 2000)).engine.client.info.engine_id for _ in range(100)}
 
-        assert len(picked()) == 8, "nobody else uses any"
+        assert len(picked()) == 8, "no other client uses the engines"
         for engine in router._engines.values():
             engine.on_outputs(drawn(1, OtherClients(0, 1), created=100.0), 100.0)
         for age, found in preferred.items():
@@ -131,7 +131,7 @@ async def test_routers_prefer_different_engines_where_others_use_them(ingresses:
 
 
 def test_routers_that_are_a_power_of_two_share_engines_evenly() -> None:
-    """Each has the engines first to which it is nearest, none of them with another."""
+    """Each router prefers its nearest engines, and shares none of them with another router."""
     for ingresses, engines in ((2, 8), (4, 8), (4, 16), (8, 64)):
         nearest = [distances(engines, rank) for rank in range(ingresses)]
         own = [sorted(range(engines), key=far.__getitem__)[: engines // ingresses] for far in nearest]

@@ -1,4 +1,4 @@
-"""KeptRuns: against hashing each prompt anew."""
+"""KeptRuns, compared with hashing each prompt completely."""
 
 from __future__ import annotations
 
@@ -60,12 +60,12 @@ def test_only_what_is_new_is_hashed(monkeypatch: pytest.MonkeyPatch) -> None:
     runs.keys(prompt, SIZE, ROOT, "alice")
     assert counted.take() == 3 * RUN + 7
     runs.keys(prompt + [1] * SIZE, SIZE, ROOT, "alice")
-    assert counted.take() == 8, "those behind the last whole run"
+    assert counted.take() == 8, "the blocks after the last whole run"
     runs.keys([*prompt[:-1], 5], SIZE, ROOT, "alice")
     assert counted.take() == 7
     changed = [*prompt[: RUN * SIZE], 9, *prompt[RUN * SIZE + 1 :]]
     runs.keys(changed, SIZE, ROOT, "alice")
-    assert counted.take() == 2 * RUN + 7, "those behind the change"
+    assert counted.take() == 2 * RUN + 7, "the blocks after the change"
     runs.keys(prompt, SIZE, ROOT, "bob")
     assert counted.take() == 3 * RUN + 7, "another tenant"
     runs.keys(prompt, SIZE, b"salted", "alice")
@@ -82,4 +82,4 @@ def test_what_is_kept_is_bounded(monkeypatch: pytest.MonkeyPatch) -> None:
     runs.keys(first, SIZE, ROOT, "alice")
     assert counted.take() == 0
     runs.keys(second, SIZE, ROOT, "alice")
-    assert counted.take() == RUN, "it was not used for longest"
+    assert counted.take() == RUN, "the least recently used run was dropped"

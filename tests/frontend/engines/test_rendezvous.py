@@ -1,4 +1,4 @@
-"""RendezvousHash: ingresses that know nothing of each other send what is alike to one engine."""
+"""RendezvousHash: ingresses without knowledge of each other send equal prompts to one engine."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ STALE_S = 2.0
 
 
 async def ingress(rank: int, names: str = "abcdefgh", told: OtherClients | None = None) -> Router:
-    """With news of ``STALE_S`` ago: all engines hold SYSTEM, and others have a request on each of them."""
+    """A router with reports that are ``STALE_S`` old: all engines hold SYSTEM, and each has a request of others."""
     router = Router(process, rank=rank)
     hasher, held = ChainedHasher(BLOCK), list[bytes]()
     hasher.extend(held, hasher.root("", None), SYSTEM, len(SYSTEM) // BLOCK)
@@ -44,7 +44,7 @@ async def chosen(routers: list[Router], prompt: list[int]) -> set[str]:
 
 @pytest.mark.parametrize("known", [[], SYSTEM])
 async def test_ingresses_with_old_news_send_one_prefix_to_one_engine(known: list[int]) -> None:
-    """Whether nothing of it is known, or all engines hold its beginning as they hold that of a chat's later turns."""
+    """Nothing of the prefix is known, or all engines hold its beginning, as with later turns of a chat."""
     routers = [
         await ingress(rank, names) for rank, names in enumerate(["abcdefgh", "hgfedcba", "badcfehg", "cdefghab"])
     ]
@@ -52,16 +52,16 @@ async def test_ingresses_with_old_news_send_one_prefix_to_one_engine(known: list
     for prefix in range(40):
         for router in routers:
             for number in range(10):
-                router.pick(request([*SYSTEM, 100 + number]))  # prompts are usually found
+                router.pick(request([*SYSTEM, 100 + number]))  # so the router learns that prompts are usually found
         (place,) = await chosen(routers, [*known, *[1000 + prefix] * 2000])
         places[place] += 1
-    assert len(places) == 8, "other prefixes meet elsewhere"
+    assert len(places) == 8, "other prefixes go to other engines"
     for router in routers:
         await router.close()
 
 
 async def test_where_prompts_never_come_again_ingresses_keep_apart() -> None:
-    """At first they are expected to come again; prompts that nobody has seen teach otherwise."""
+    """Routers first expect repeated prompts. Prompts that no engine holds change this."""
     routers = [await ingress(rank) for rank in range(4)]
     assert len(await chosen(routers, [999] * 2000)) == 1
     for number in range(200):
@@ -73,14 +73,17 @@ async def test_where_prompts_never_come_again_ingresses_keep_apart() -> None:
 
 
 async def test_what_only_this_process_has_just_sent_teaches_nothing() -> None:
-    """Siblings of a burst are found by its own memory, which does not say that others ask for the same."""
+    """The router's own memory finds later requests of a burst.
+
+    That does not show that other ingresses send the same.
+    """
     router = await ingress(0)
     prompt, found = [7] * 2000, []
     for key in range(20):
         asked = request(prompt, key=key)
         router.send(prompt_of(asked), router.pick(asked))
         found.append(router._rendezvous.found)
-    assert found[0] < 1.0, "nobody held the first one"
+    assert found[0] < 1.0, "no engine held the first prompt"
     assert set(found) == {found[0]}
     await router.close()
 
@@ -103,6 +106,6 @@ def test_one_engine_more_takes_only_what_is_its_own() -> None:
 
 def test_there_is_nobody_to_meet() -> None:
     rendezvous = RendezvousHash()
-    assert rendezvous.place([5, 6], 2, engines("ab")) is None, "all is known"  # type: ignore[arg-type]
+    assert rendezvous.place([5, 6], 2, engines("ab")) is None, "all blocks are known"  # type: ignore[arg-type]
     alone = engines("ab", OthersLoad())
-    assert rendezvous.place([5, 6], 0, alone) is None, "nobody else uses the engines"  # type: ignore[arg-type]
+    assert rendezvous.place([5, 6], 0, alone) is None, "no other client uses the engines"  # type: ignore[arg-type]

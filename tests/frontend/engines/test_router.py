@@ -1,4 +1,4 @@
-"""Router: which engine gets a request."""
+"""Router: the choice of an engine for a request."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ from tests.frontend.prompts import prompt_of
 
 BLOCK = 16
 KEYS = count()
-SENT: dict[int, PromptState] = {}  # by ``pick``
+SENT: dict[int, PromptState] = {}  # filled by ``pick``
 
 
 @pytest.fixture
@@ -33,7 +33,7 @@ def router() -> Router:
 
 
 async def fleet(router: Router, names: str = "ab", *, tells: bool = True) -> dict[str, PlayedEngine]:
-    """Ready engines; with ``tells`` they have told that they hold no block yet."""
+    """Ready engines. With ``tells`` they have reported that they hold no block yet."""
     engines = {name: PlayedEngine(name, max_model_len=10_000) for name in names}
     for engine in engines.values():
         router.add(engine)
@@ -44,25 +44,25 @@ async def fleet(router: Router, names: str = "ab", *, tells: bool = True) -> dic
 
 
 async def read() -> None:
-    """Let the router read what engines have said."""
+    """Let the router read the engines' messages."""
     for _ in range(5):
         await asyncio.sleep(0)
 
 
 def told(number: int = 0, stored: Sequence[bytes] = (), removed: Sequence[bytes] = ()) -> dict[str, Any]:
-    """The column of a message about blocks, created now."""
+    """The block changes of a message that is created now."""
     return {"blocks": BlockChanges(number, pack_keys(stored), pack_keys(removed)), "created": time.time()}
 
 
 def hashes(prompt: list[int], salt: str | None = None, adapter_digest: str = "") -> list[bytes]:
-    """Of the whole blocks of a prompt, as an engine knows them."""
+    """The hashes of the whole blocks of a prompt, as an engine computes them."""
     hasher, found = ChainedHasher(BLOCK), []
     hasher.extend(found, hasher.root(adapter_digest, salt), prompt, len(prompt) // BLOCK)
     return found
 
 
 def pick(router: Router, prompt: list[int], salt: str | None = None) -> str:
-    """Pick, and keep the request open."""
+    """Pick an engine, and keep the request open."""
     asked = request(prompt, next(KEYS), salt=salt)
     route = router.pick(asked)
     SENT[asked.key] = prompt_of(asked)
@@ -77,7 +77,7 @@ def _uncached(router: Router, prompt: list[int]) -> dict[str, int]:
 
 
 def picks(router: Router, prompt: list[int], **fields: Any) -> set[str]:
-    """All engines that may be picked; nothing is sent."""
+    """All engines that may be picked, without sending a request."""
     asked = request(prompt, next(KEYS), **fields)
     return {router.pick(asked).engine.client.info.engine_id for _ in range(40)}
 
@@ -125,15 +125,15 @@ async def test_what_others_have_to_do_counts_before_the_own_requests(router: Rou
 async def test_what_others_had_to_do_is_forgotten_when_it_must_have_been_served(router: Router) -> None:
     now = [1000.0]
     router._clock = lambda: now[0]
-    router._rendezvous.found = 0.0  # no prompt comes again: ingresses have nothing to meet for
+    router._rendezvous.found = 0.0  # no prompt is repeated, so ingresses need not meet
     engines = await fleet(router)
-    busy = EngineStats(places=64, token_s=0.0001, others=OtherClients(10_000, 1))  # a second's work
+    busy = EngineStats(places=64, token_s=0.0001, others=OtherClients(10_000, 1))  # the work of a second
     engines["a"].say(stats=busy, created=1000.0)
     engines["b"].say(stats=EngineStats(places=64, token_s=0.0001, others=OtherClients(0, 1)), created=1000.0)
     await read()
     assert picks(router, [1] * 100) == {"b"}
     now[0] += 2
-    assert picks(router, [1] * 100) == {"a"}, "which is the nearer one to this ingress"
+    assert picks(router, [1] * 100) == {"a"}, "the nearest engine of this ingress"
     await router.close()
 
 
@@ -189,14 +189,14 @@ async def test_own_decisions_count_before_the_engine_has_told_of_them(router: Ro
     await read()
     for added in engines[home].added[1:]:
         router.leave(SENT[added.key], abort=True)
-    assert router.pick(request([*prompt, 2])).uncached_tokens == 2001, "what is gone is not believed any longer"
+    assert router.pick(request([*prompt, 2])).uncached_tokens == 2001, "blocks of aborted requests are forgotten"
     await router.close()
 
 
 async def test_a_gap_is_answered_by_asking_for_all_and_nothing_is_believed_until_then(router: Router) -> None:
     engines = await fleet(router)
     prompt = list(range(1000))
-    engines["a"].say(**told(2, stored=hashes(prompt)))  # 1 was lost
+    engines["a"].say(**told(2, stored=hashes(prompt)))  # message 1 was lost
     engines["a"].say(**told(3, stored=hashes(prompt)))
     await read()
     assert engines["a"].watched == 2
@@ -216,7 +216,7 @@ async def test_with_one_engine_nothing_is_hashed_and_nothing_told(
     assert engines["a"].watched == 0
     await fleet(router, "b", tells=False)
     assert engines["a"].watched == 1
-    assert pick(router, list(range(1000))) == "b", "no engine has told of a block"
+    assert pick(router, list(range(1000))) == "b", "no engine has reported a block"
     await router.close()
 
 
@@ -267,15 +267,15 @@ async def test_a_new_engine_takes_prompts_over_until_the_queues_are_equal(router
     await read()
     old = [prompt.request.key for prompt in sent]
     engines |= await fleet(router, "b")
-    assert engines["a"].aborted == old[:5:-1], "the newest first"
+    assert engines["a"].aborted == old[:5:-1], "the newest request first"
     assert [ids[0] for ids in (asked.prompt_token_ids for asked in engines["b"].added)] == [6, 7, 8, 9, 10], (
-        "in their order"
+        "in the order of arrival"
     )
     moved = [asked.key for asked in engines["b"].added]
     assert not set(moved) & set(old)
     engines["a"].say(*((key, 0, [6], None) for key in old))
     await read()
-    assert [prompt.drawn[0] for prompt in sent] == [[5, 6]] + [[6]] * 5 + [[]] * 5, "nothing of the old engine"
+    assert [prompt.drawn[0] for prompt in sent] == [[5, 6]] + [[6]] * 5 + [[]] * 5, "no tokens from the old engine"
     engines["b"].say(*((key, 0, [7], "length") for key in moved))
     await read()
     assert [list(prompt.drawn[0]) for prompt in sent[6:]] == [[7]] * 5

@@ -1,4 +1,4 @@
-"""Limits of keys over several replicas: never exceeded, given back, and known to a state that takes another's place."""
+"""Key limits over several replicas: never exceeded, returned, and kept when a new state replaces a lost one."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ class Clock:
 
 
 class SlowState(LocalState):
-    """As far as an actor: others get their turn meanwhile. ``lost`` reports are taken in and not answered."""
+    """Runs other tasks in between, as an actor does. Reports count, but ``lost`` of them get no reply."""
 
     def __init__(self, state: ApplicationState) -> None:
         super().__init__(state)
@@ -83,7 +83,7 @@ async def test_a_hundred_at_once_do_not_pass_a_limit(limits: KeyLimits, tokens: 
         assert all(name in error.message and error.retry_after_s >= 1 for error in refused)
         assert all("alice" in error.message for error in refused)
         others, _ = await at_once([lambda: clients[1].claim("bob", limits, tokens)])
-        assert len(others) == 1, "another key has limits of its own"
+        assert len(others) == 1, "another key has its own limits"
 
 
 async def test_what_was_not_served_is_given_back() -> None:
@@ -97,7 +97,7 @@ async def test_what_was_not_served_is_given_back() -> None:
         hold.end(100)
         hold.end(900)
         seat.end()
-        await one.publish()  # everything before it has been told
+        await one.publish()  # all uses have been reported
         await other.claim("a", limits)
         await other.claim("a", limits, 900)
         standing = other.standing("a")
@@ -141,7 +141,7 @@ async def test_a_state_that_takes_anothers_place_knows_what_was_granted() -> Non
         assert standing is not None
         assert (standing.remaining_requests, standing.remaining_tokens) == (6, 300)
         granted, _ = await at_once([lambda: other.claim("a", limits) for _ in range(4)])
-        assert len(granted) == 2, "3 of 5 places are held"
+        assert len(granted) == 2, "3 of 5 places are in use"
         for hold in (again, tokens, *seats, *granted):
             hold.end()
         await one.publish()
@@ -237,7 +237,7 @@ def test_a_report_that_is_late_or_repeated_changes_nothing() -> None:
     row.take(claims[0], 1.0)
     second = StateReport("x", 2.0, state.incarnation, {"a": row}, claims=claims)
     assert remaining(second) == 1
-    assert remaining(first) is None, "late"
+    assert remaining(first) is None, "the report is older than the last one"
     assert remaining(StateReport("y", 0.0, claims=(Claim("a", limits),))) == 0
 
 
@@ -257,7 +257,7 @@ def test_what_was_told_to_others_holds_when_a_replica_and_the_state_are_lost() -
 @settings(deadline=None)
 @given(st.data())
 def test_a_ledger_grants_whatever_fits(data: st.DataObject) -> None:
-    """Against a list of all that was ever granted. Usage counts by second, so for 60 to 61 seconds."""
+    """Compares with a list of all grants. Usage is counted in whole seconds, so it counts for 60 to 61 seconds."""
     limits = KeyLimits(requests_per_minute=4, tokens_per_minute=50, concurrency=3)
     ledger, rows, now = Ledger(), {name: KeyUsage() for name in "xy"}, 0.0
     begun: list[float] = []

@@ -1,4 +1,4 @@
-"""Random lives of replicas and their state: no minute above a limit, except for what nobody alive knows of."""
+"""Random runs of replicas and their state: no minute exceeds a limit, except for grants known only to the dead."""
 
 from __future__ import annotations
 
@@ -19,12 +19,12 @@ from raylm.frontend.state.client import Hold, StateClient, StateLostError
 from raylm.frontend.state.messages import WINDOW_S, Claim, KeyLimits, StateReply, StateReport
 from raylm.simulate import virtual_time
 
-LATE_S = 3.0  # a report that is delivered twice comes so much later at most
+LATE_S = 3.0  # the largest delay of a report that is delivered twice
 
 
 @dataclass(eq=False)
 class Grant:
-    """What the state has granted to a replica, at a time of the world's clock."""
+    """A grant of the state to a replica, with the time on the world's clock."""
 
     replica: str
     claim: Claim
@@ -33,14 +33,14 @@ class Grant:
 
 @dataclass
 class Actor:
-    """A state, and the grants that it knows of."""
+    """A state, and the grants that it knows."""
 
     state: ApplicationState
     knows: set[Grant] = field(default_factory=set)
 
 
 class Link:
-    """As far as an actor on another node: messages take time, are copied, and are lost or delivered twice."""
+    """Behaves like an actor on another node: messages take time, are copied, and may be lost or delivered twice."""
 
     shared = True
 
@@ -74,7 +74,7 @@ class Link:
     async def _travel(self) -> None:
         await asyncio.sleep(0.02 * self._world.chance.random())
         if self.name not in self._world.replicas:
-            await asyncio.Event().wait()  # the replica is dead: it sends nothing and hears nothing
+            await asyncio.Event().wait()  # the replica is dead, so it sends and receives nothing
 
     def _granted(self, claims: Iterable[Claim], reply: StateReply) -> set[Grant]:
         now = asyncio.get_running_loop().time()
@@ -90,7 +90,7 @@ class Link:
         raise StateLostError("not asked for")
 
     async def leave(self, replica: str) -> None:
-        """No replica of these lives ends in order."""
+        """Not called, because all replicas are killed here."""
 
 
 @dataclass
@@ -101,7 +101,7 @@ class Replica:
 
 
 class World:
-    """Replicas whose clocks differ by up to 5,000 s, a state that may be lost, and the times of all that was taken."""
+    """Replicas whose clocks differ by up to 5,000 s, a state that may be lost, and the times of all grants."""
 
     def __init__(self, chance: random.Random) -> None:
         self.chance = chance
@@ -129,7 +129,7 @@ class World:
         self.replicas[name] = Replica(client, link)
 
     def kill_replica(self, name: str) -> None:
-        """Whatever it might have served of what was reserved it has served."""
+        """Kill a replica. Everything that was reserved for it counts as used."""
         replica = self.replicas.pop(name)
         self._dead.append(replica.client)
         self.served += [(self._now(), hold.claim.tokens) for hold in replica.open if hold.claim.tokens]
@@ -143,13 +143,13 @@ class World:
         self.actor = Actor(ApplicationState(self._now, SETTLE_S))
 
     def note_forgotten(self) -> None:
-        """What neither the state nor a replica has been told counts no more."""
+        """Do not count grants that neither the state nor a replica knows any more."""
         known = set().union(*(replica.link.knows for replica in self.replicas.values()))
         known |= self.actor.knows if self.actor is not None else set()
         self.forgotten |= self.granted - known
 
     async def ask(self, name: str) -> None:
-        """One request with its tokens, for a while."""
+        """A request that holds its grants for a while."""
         replica, chance = self.replicas[name], self.chance
         tokens = None if chance.random() < 0.5 else chance.randrange(1, 200)
         try:
@@ -196,7 +196,7 @@ class World:
 
 
 def _worst(counted: list[tuple[float, int]]) -> int:
-    """The most in any window of WINDOW_S."""
+    """The largest sum in any window of WINDOW_S."""
     return max((sum(n for at, n in counted if begin <= at < begin + WINDOW_S) for begin, _ in counted), default=0)
 
 

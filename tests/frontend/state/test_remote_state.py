@@ -1,4 +1,4 @@
-"""The line to a state that is an actor: one that does not answer is ended, and another takes its place."""
+"""The connection to a state that is an actor: an actor that does not answer is ended and replaced."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ pytestmark = pytest.mark.filterwarnings("ignore")  # Ray warns when its modules 
 
 
 class Actor:
-    """A StateActor's handle, which answers until its node has no power."""
+    """A StateActor's handle, which answers until its node loses power."""
 
     def __init__(self) -> None:
         self.state, self.answers = ApplicationState(), True
@@ -50,7 +50,7 @@ async def test_a_state_that_gives_no_sign_of_life_is_replaced_and_grants_go_on(m
             await client.claim("key", limits)
         assert ended == actors[:1]
         assert len(actors) == 2
-        with pytest.raises(Exception, match="requests_per_minute"):  # the new one knows what the first has granted
+        with pytest.raises(Exception, match="requests_per_minute"):  # the new state knows the grants of the first one
             await client.claim("key", limits)
     finally:
         client._task.cancel()  # type: ignore[union-attr]

@@ -1,4 +1,4 @@
-"""Metrics of several replicas told by one: sums where things are counted, labels where each replica has its own."""
+"""Metrics of several replicas in one answer: counts are summed, and a replica's own metrics have its label."""
 
 from __future__ import annotations
 

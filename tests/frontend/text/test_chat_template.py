@@ -1,4 +1,4 @@
-"""Chat templates: what they get to see, and how they fail."""
+"""Chat templates: the variables that they get, and their errors."""
 
 from __future__ import annotations
 
@@ -49,7 +49,7 @@ async def test_tool_arguments_reach_the_template_as_objects() -> None:
     found = await render(make(), messages, tools=tools)
     assert "<tool_call>Ulm</tool_call>" in found
     assert '"name": "weather"' in found
-    assert call["function"] == {"name": "weather", "arguments": '{"city": "Ulm"}'}, "the caller's messages were changed"
+    assert call["function"] == {"name": "weather", "arguments": '{"city": "Ulm"}'}, "the caller's object"
 
 
 async def test_conversations_with_tools_take_the_template_for_them() -> None:
@@ -146,7 +146,7 @@ async def test_endless_templates_are_broken_off(monkeypatch: pytest.MonkeyPatch)
     monkeypatch.setattr(chat_template, "RENDER_LIMIT_S", 0.1)
     bomb = "{% for a in range(99999) %}{% for b in range(99999) %}{% endfor %}{% endfor %}"
     template = make("{% if endless %}" + bomb + "{% endif %}fine")
-    for _ in range(3):  # more often than there are threads
+    for _ in range(3):  # more often than the number of threads
         with pytest.raises(InvalidRequestError, match="did not render"):
             await render(template, HI, template_kwargs={"endless": True})
     monkeypatch.setattr(chat_template, "RENDER_LIMIT_S", 60)
@@ -179,7 +179,7 @@ GREEDY = {
 
 @pytest.mark.parametrize("bomb", BOMBS.values(), ids=BOMBS)
 async def test_a_template_is_ended_while_others_render(bomb: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Whatever a call in C does: it holds no thread of this process, and its own process ends."""
+    """Even a call in C blocks no thread of this process, and the template's process is killed."""
     template = make("{% if bomb %}" + bomb + "{% endif %}fine")
     assert await render(template, HI) == "fine"
     monkeypatch.setattr(chat_template, "RENDER_LIMIT_S", 0.5)
@@ -223,7 +223,7 @@ async def test_a_child_and_a_server_that_were_lost_are_replaced() -> None:
     server = template_process._SERVER._server
     assert server is not None
     for child in children_of(server.pid):
-        with suppress(ProcessLookupError):  # a child of an earlier test, which ends meanwhile
+        with suppress(ProcessLookupError):  # the child of an earlier test is ending
             os.kill(child, signal.SIGKILL)
     server.kill()
     server.wait()
@@ -256,7 +256,7 @@ LONG = [
 
 @pytest.mark.parametrize("long", LONG)
 async def test_waiting_is_not_the_templates_time(long: list[dict[str, Any]], monkeypatch: pytest.MonkeyPatch) -> None:
-    """Short conversations pass long ones, and a long one has its whole time from when its turn has come."""
+    """Short conversations overtake long ones. The time limit of a long one begins when its rendering begins."""
     begun = []
 
     def timeout(limit_s: float) -> asyncio.Timeout:
@@ -272,7 +272,7 @@ async def test_waiting_is_not_the_templates_time(long: list[dict[str, Any]], mon
             await asyncio.sleep(0.005)
         waiting = [asyncio.create_task(render(template, long)) for _ in range(2)]
         assert "Hi" in await render(template, HI)
-        assert begun.count(299) == 2, "the first long one, and the short one"
+        assert begun.count(299) == 2, "only the first long one and the short one have begun"
         first.cancel()
         for rendered in await asyncio.gather(*waiting):
             assert rendered.endswith("<|im_start|>assistant\n")
@@ -282,7 +282,7 @@ async def test_waiting_is_not_the_templates_time(long: list[dict[str, Any]], mon
 
 @pytest.mark.parametrize("turns", range(6))
 async def test_a_cancellation_is_never_lost(turns: int) -> None:
-    """Cancelled when the answer is there, but the loop has not yet come to it."""
+    """The task is cancelled after the answer arrives and before the loop handles it."""
     template = make()
     await render(template, HI)
     task = asyncio.create_task(render(template, HI))

@@ -1,4 +1,4 @@
-"""Detokenizer: the pieces join to what decoding everything at once gives, and no piece ends within a character."""
+"""Detokenizer: the pieces join to the text of all tokens decoded at once, and no piece ends within a character."""
 
 from __future__ import annotations
 
@@ -51,7 +51,7 @@ def test_text_goes_on_after_many_bytes_that_are_no_text(tokenizer: Tokenizer) ->
     token_ids = [lone] * (3 * MOST_HELD) + euro[:2] + euro + tokenizer.encode_now("end", add_special_tokens=False)
     found = pieces(tokenizer, token_ids)
     assert "".join(found) == tokenizer.backend.decode(token_ids)
-    assert "".join(found[: 2 * MOST_HELD]), "bytes without end were held back"
+    assert "".join(found[: 2 * MOST_HELD]), "endless bytes were held back"
 
 
 @pytest.mark.parametrize("lead", range(MOST_HELD - 4, MOST_HELD + 1))
@@ -76,7 +76,7 @@ def test_special_tokens_are_skipped_or_not(tokenizer: Tokenizer) -> None:
 
 def test_special_tokens_close_together_on_demand(tokenizer: Tokenizer) -> None:
     spaced = Detokenizer(tokenizer, SamplingParams(skip_special_tokens=False, spaces_between_special_tokens=False))
-    spaced._last_added = True  # as after another added token, of a tokenizer whose decoder puts a space between
+    spaced._last_added = True  # as after another added token, if the decoder puts a space between both
     end = tokenizer.backend.token_to_id("<|im_end|>")
     assert spaced._close_up(end, " <|im_end|>") == "<|im_end|>"
     assert spaced._close_up(70, " word") == " word"

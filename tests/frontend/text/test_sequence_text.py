@@ -1,4 +1,4 @@
-"""SequenceText: stop strings split anywhere across tokens, min_tokens, and the ends of a sequence."""
+"""SequenceText: stop strings split over tokens in any way, min_tokens, and the ends of a sequence."""
 
 from __future__ import annotations
 
@@ -18,13 +18,13 @@ WORDS = st.lists(
 
 
 def bytes_as_tokens(tokenizer: Tokenizer, text: str) -> list[int]:
-    """One token a byte, so that every character of more than one byte is split, too."""
+    """One token per byte, so that characters of several bytes are split too."""
     by_byte = {tokenizer.token_bytes(token): token for token in range(3, 330)}
     return [by_byte[bytes([byte])] for byte in text.encode()]
 
 
 def run(text: SequenceText, chunks: list[list[int]]) -> tuple[str, int, str | None]:
-    """AsyncDecode chunk after chunk, then an end by length, as the engine would."""
+    """Push chunk after chunk. The last one ends by length, as from the engine."""
     out, used = "", 0
     for place, chunk in enumerate(chunks):
         piece, count, stop = text.push(chunk, "length" if place == len(chunks) - 1 else None)

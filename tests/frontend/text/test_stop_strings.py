@@ -1,4 +1,4 @@
-"""Stop strings against brute force: the text up to the match that ends first, however the text is cut."""
+"""Stop strings, compared with brute force: the text up to the match that ends first, however the text is cut."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ STOPS = st.lists(st.text(alphabet="ab€", min_size=1, max_size=5), min_size=1, 
 
 
 def brute_force(text: str, stops: tuple[str, ...], include: bool, unarmed: int) -> tuple[str, str | None]:
-    """Look at every prefix of the text, the shortest first; the first ``unarmed`` characters may end no match."""
+    """Try every prefix of the text, the shortest first. No match may end within the first ``unarmed`` characters."""
     for end in range(unarmed + 1, len(text) + 1):
         ended = [stop for stop in stops if text[:end].endswith(stop)]
         if ended:

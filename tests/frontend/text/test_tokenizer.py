@@ -1,4 +1,4 @@
-"""Tokenizer: against transformers, on and off the event loop."""
+"""Tokenizer, compared with transformers, on the event loop and in threads."""
 
 from __future__ import annotations
 
@@ -76,11 +76,11 @@ async def test_many_short_texts_at_once_go_to_threads(tokenizer: Tokenizer, monk
     texts = [f"{i} " + "hello world " * 300 for i in range(40)]
     found = await asyncio.gather(*(tokenizer.encode(text, add_special_tokens=False) for text in texts))
     assert found == [real(text, add_special_tokens=False) for text in texts]
-    assert on_loop <= 3 * INLINE_CHARS, "one turn of the loop, and the few in which threads had come to an end"
+    assert on_loop <= 3 * INLINE_CHARS, "one turn of the loop, and a few turns in which threads ended"
     await asyncio.sleep(0)
     before = on_loop
     await tokenizer.encode("hello", add_special_tokens=False)
-    assert on_loop == before + 5, "the next turn starts anew"
+    assert on_loop == before + 5, "the next turn starts a new count"
 
 
 async def test_short_texts_do_not_wait_for_long_ones(tokenizer: Tokenizer, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -106,11 +106,11 @@ async def test_short_texts_do_not_wait_for_long_ones(tokenizer: Tokenizer, monke
         ended.set()
     ids = [await task for task in long[:3]]
     assert ids == [real("9" * (LARGE_CHARS + 1), add_special_tokens=False)] * 3
-    assert begun == [3], "what was cancelled while it waited was tokenized"
+    assert begun == [3], "a cancelled text was still tokenized"
 
 
 async def test_a_regex_that_panics_ends_at_the_text(checkpoint: Path, tmp_path: Path) -> None:
-    """One that a checkpoint brings may go back and forth for ever; the library gives up by a panic."""
+    """A checkpoint's regex may backtrack forever. The library ends it with a panic."""
     path = Path(shutil.copytree(checkpoint, tmp_path / "checkpoint"))
     described = json.loads((path / "tokenizer.json").read_text())
     described["pre_tokenizer"] = {

@@ -1,4 +1,4 @@
-"""TurnTokens: against tokenizing the whole text, with tokenizers of all kinds; what is kept, for which owner."""
+"""TurnTokens, compared with tokenizing the whole text, for all kinds of tokenizers; and the stored parts by owner."""
 
 from __future__ import annotations
 
@@ -45,7 +45,7 @@ SAMPLES = ["the quick brown fox", " hello   world \n\n", "ÀÉ wörld €", "123
 
 
 def _trained(name: str) -> Backend:
-    """Every kind of model with every way to cut and to normalize a text that depends on what stands around it."""
+    """A tokenizer of one kind: model, normalizer and pre-tokenizer. Some depend on the text around a piece."""
     model, normalizer, cut = KINDS[name]
     backend = Backend(model())
     if normalizer is not None:
@@ -141,7 +141,7 @@ def test_a_marker_is_a_token_before_which_any_text_can_be_split(made: Callable[[
 
 
 class Counted:
-    """The parts of texts that a tokenizer tokenizes."""
+    """Records the parts of texts that a tokenizer tokenizes."""
 
     def __init__(self, tokenizer: Tokenizer, monkeypatch: pytest.MonkeyPatch) -> None:
         self.texts: list[str] = []
@@ -196,7 +196,7 @@ async def test_owners_share_nothing(tokenizer: Tokenizer, counted: Counted) -> N
     before = turns.num_bytes
     await turns.encode("x" + text, None, param="messages")
     assert counted.take() == ["x" + text]
-    assert turns.num_bytes == before, "nothing is kept without an owner"
+    assert turns.num_bytes == before, "without an owner nothing is stored"
 
 
 async def test_what_is_kept_is_bounded(tokenizer: Tokenizer, counted: Counted, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -212,9 +212,9 @@ async def test_what_is_kept_is_bounded(tokenizer: Tokenizer, counted: Counted, m
     assert turns.num_bytes == 8 * one
     assert counted.take() == [_turn(108)]
     await turns.encode(_turn(100) * 4, "alice", param="messages")
-    assert counted.take() == [], "it was used"
+    assert counted.take() == [], "it was used recently"
     await turns.encode(_turn(101) * 4, "alice", param="messages")
-    assert counted.take() == [_turn(101)], "it was not used for longest"
+    assert counted.take() == [_turn(101)], "it was the least recently used"
 
 
 async def test_many_parts_are_tokenized_as_one(tokenizer: Tokenizer, counted: Counted) -> None:

@@ -1,4 +1,4 @@
-"""What is told of ended requests: the line about a slow one, and a refusal where spans could not be sent."""
+"""Observers of ended requests: the log line of a slow request, and an error if spans cannot be sent."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from tests.frontend.noted import noted
 
 
 def ticking() -> Callable[[], float]:
-    """A clock that goes on by one with each look."""
+    """A clock that advances by one at each read."""
     return map(float, count()).__next__
 
 

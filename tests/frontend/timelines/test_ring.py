@@ -1,4 +1,4 @@
-"""What is kept of ended requests is bounded in number and bytes; a request ends with the last of its prompts."""
+"""Stored timelines are bounded in number and bytes, and a request ends with the last of its prompts."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ ALL = Filter(owner=None, limit=100_000)
 
 
 def ticking() -> Callable[[], float]:
-    """A clock that goes on by one with each look."""
+    """A clock that advances by one at each read."""
     return map(float, count()).__next__
 
 
@@ -126,7 +126,7 @@ def test_no_more_is_told_of_than_is_asked_for(monkeypatch: pytest.MonkeyPatch) -
 
 
 def test_phases_add_up_by_a_clock_that_ticks() -> None:
-    """Each look at the clock takes one second, so the sum is exact."""
+    """Each read of the clock takes one second, so the sum is exact."""
     clock = ticking()
     timelines = Timelines(clock=clock)
     with noted(timelines, "a", "", "/") as record:
@@ -135,7 +135,7 @@ def test_phases_add_up_by_a_clock_that_ticks() -> None:
         with timelines.part(record, "p", "m") as part:
             for phase in ("tokenize", "route", "send"):
                 part.mark(phase)
-            # The engine's clock is late by far: what it says happened between sending and the first token.
+            # The engine's clock is far ahead. Its events still count as between sending and the first token.
             part.events = [(0, "taken_in", 1e9, 1, 0, ""), (0, "scheduled", 1e9, 1, 0, "")]
             part.first_token, part.last_token = clock(), clock()
     raw = orjson.loads(timelines.find("a", None) or b"")
@@ -161,7 +161,7 @@ def test_a_request_is_told_once_and_whole_as_it_ends() -> None:
 
 
 def test_an_ended_request_takes_no_more_memory_than_is_counted() -> None:
-    """A result of orjson may keep ten times the memory of its bytes."""
+    """A result of orjson may keep ten times its size in memory."""
     timelines = Timelines()
 
     def end(number: int) -> None:

@@ -1,4 +1,4 @@
-"""Collector: an OTLP receiver over HTTP, which decodes what it is sent by OpenTelemetry's own protobuf classes."""
+"""Collector: an OTLP receiver over HTTP, which decodes requests with OpenTelemetry's protobuf classes."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from opentelemetry.proto.trace.v1.trace_pb2 import Span
 
 
 class Collector:
-    """``status`` is what it answers; what it was sent while that is 200 stands in ``requests`` and ``bodies``."""
+    """Answers with ``status``. While that is 200, received data is in ``requests`` and ``bodies``."""
 
     def __init__(self) -> None:
         self.status = 200
@@ -81,13 +81,13 @@ class Collector:
                 self.end_headers()
 
             def log_message(self, *args: object) -> None:
-                """Nothing on the terminal."""
+                """Print nothing."""
 
         return Handler
 
 
 def values(attributes: Any) -> dict[str, Any]:
-    """Attributes as Python's values."""
+    """The attributes as Python values."""
     return {pair.key: _value(pair.value) for pair in attributes if isinstance(pair, KeyValue)}
 
 

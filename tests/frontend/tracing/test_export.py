@@ -1,4 +1,4 @@
-"""Spans of requests over the whole stack without a model, as a collector gets them by OTLP."""
+"""Spans of requests over the whole stack without a model, as an OTLP collector receives them."""
 
 from __future__ import annotations
 
@@ -45,7 +45,7 @@ def collector() -> Iterator[Collector]:
 
 
 class Kept(logging.Handler):
-    """Where what nobody else keeps would come out."""
+    """Collects log records."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -57,7 +57,7 @@ class Kept(logging.Handler):
 
 @asynccontextmanager
 async def traced(collector: Collector, **ingress: Any) -> AsyncIterator[Stack]:
-    """A stack whose spans go to ``collector``, all of them when this ends."""
+    """A stack that sends its spans to ``collector``. At the end all spans are sent."""
     async with Stack(ingress={"otlp_endpoint": collector.url, **ingress}) as stack:
         opened = open_observers(stack.config, "app", "replica-1", stack.llm.text_of)
         stack.llm.timelines.observers = opened
@@ -186,7 +186,7 @@ async def test_a_refusal_is_the_callers_and_a_failure_is_ours(collector: Collect
 
 
 async def test_preemptions_are_events(collector: Collector) -> None:
-    """Twelve blocks of 16 hold neither both answers nor what one of them has lost."""
+    """Twelve blocks of 16 tokens cannot hold both answers, nor the recomputation of a preempted one."""
     body = TEXT | {"max_tokens": 120}
     async with traced(collector) as stack, stack.client() as client:
         answers = await asyncio.gather(*(client.post("/v1/completions", json=body | {"seed": s}) for s in (1, 2)))
@@ -248,7 +248,7 @@ async def test_requests_do_not_wait_for_a_collector_that_is_away(
 
 
 def test_what_the_queue_cannot_hold_is_lost_and_closing_has_an_end(collector: Collector) -> None:
-    """The collector hangs, as far as the exporter can tell: 503s are tried again for an hour."""
+    """The collector does not answer in time: the exporter repeats requests with 503 for an hour."""
     collector.status = 503
     timelines = Timelines()
     observer = SpanExport(OTLPSpanExporter(traces_url(collector.url), timeout=3600), Resource({}), max_waiting=2)

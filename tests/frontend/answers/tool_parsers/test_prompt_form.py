@@ -1,4 +1,4 @@
-"""``tool_parser: prompt``: tools, calls and results as text of messages, and the grammar of calls in any text."""
+"""``tool_parser: prompt``: tools, calls and results as text of messages, and the grammar of calls within texts."""
 
 from __future__ import annotations
 
@@ -54,7 +54,7 @@ async def text_of(llm: AsyncLLM, messages: list[dict[str, Any]], **fields: Any) 
 
 
 async def accepts(llm: AsyncLLM, text: str, **fields: Any) -> bool:
-    """Whether the grammar of an answer accepts ``text`` whole."""
+    """Whether the grammar of an answer accepts all of ``text``."""
     request = ChatRequest(messages=[ASK], tools=[TOOL, NOTE], **fields)
     form = (await llm.prepare_chat(request, SamplingParams())).params.structured_outputs
     assert form is not None
@@ -93,7 +93,7 @@ async def test_past_calls_and_results_are_text_with_tools_or_without(llm: AsyncL
     )
     assert await text_of(llm, messages) == history
     assert (await text_of(llm, messages, tools=[TOOL])).endswith(history)
-    assert messages[1]["content"] == "I look.", "the caller's messages stay"
+    assert messages[1]["content"] == "I look.", "the caller's messages must not change"
 
 
 async def test_any_text_is_an_answer_and_what_begins_as_a_call_is_one(llm: AsyncLLM) -> None:
@@ -119,7 +119,7 @@ async def test_required_and_named_calls_are_held_as_well(llm: AsyncLLM) -> None:
 
 
 async def test_the_marker_may_be_a_token_of_the_model() -> None:
-    llm = AsyncLLM(Config(tool_parser="prompt"))  # the embedded model, whose template does know tools
+    llm = AsyncLLM(Config(tool_parser="prompt"))  # the embedded model, although its template has tools
     request = ChatRequest(messages=[ASK], tools=[TOOL])
     prompt = await llm.prepare_chat(request, SamplingParams())
     assert prompt.params.structured_outputs is not None

@@ -1,4 +1,4 @@
-"""Tool parsers: calls found in texts written as the families' chat templates write them, however they are cut."""
+"""Tool parsers find calls in texts as the families' chat templates write them, however the texts are cut."""
 
 from __future__ import annotations
 
@@ -64,7 +64,7 @@ WRITERS = [
 
 
 def read(parser: ToolParser, pieces: list[str]) -> tuple[str, list[ToolCallDelta]]:
-    """All content, and the calls put together as a client does, with the stream's discipline checked."""
+    """All content, and the calls joined as a client does. Checks the rules of the stream."""
     content, calls = "", None
     opened = 0
     for place in range(len(pieces) + 1):
@@ -214,7 +214,7 @@ REFERRED = {
 )
 @pytest.mark.parametrize("whole", [False, True])
 def test_bare_values_get_the_types_that_a_schema_refers_to(schema: dict[str, Any], typed: object, whole: bool) -> None:
-    """Also where all parameters are referred to."""
+    """Also if a reference defines all parameters."""
     parameters = REFERRED | {"properties": {"x": schema}}
     if whole:
         parameters = {"$defs": REFERRED["$defs"] | {"All": {"properties": {"x": schema}}}, "$ref": "#/$defs/All"}
