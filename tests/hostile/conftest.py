@@ -1,4 +1,4 @@
-"""One running server, and honest streams that must go on beside whatever a test sends to it."""
+"""One running server, and honest streams that must continue whatever a test sends to it."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ QUESTIONS = [f"What is {a} + {b}?" for a, b in ((12, 30), (7, 8), (90, 4), (33, 
 
 @pytest.fixture(scope="module")
 def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Server]:
-    """One for all of a module: what one of its requests leaves behind the next one finds."""
+    """One server for all tests of a module, so that later tests notice effects of earlier ones."""
     port = free_port()
     with Server(serve_file(tmp_path_factory.mktemp("serve") / "serve.yaml", port, ARGS), port) as server:
         yield server
@@ -34,7 +34,7 @@ async def client(server: Server) -> AsyncIterator[httpx.AsyncClient]:
 
 
 async def stream_text(client: httpx.AsyncClient, question: str) -> str:
-    """A stream's whole text; it must not be cut."""
+    """The whole text of a stream, which must not be cut."""
     body = chat(question, stream=True, max_tokens=120, ignore_eos=True)
     async with client.stream("POST", "/v1/chat/completions", json=body) as answer:
         assert answer.status_code == 200
@@ -46,7 +46,7 @@ async def stream_text(client: httpx.AsyncClient, question: str) -> str:
 
 @pytest_asyncio.fixture(scope="module", loop_scope="session")
 async def alone(client: httpx.AsyncClient) -> dict[str, str]:
-    """The text of each honest stream when nothing hostile is there."""
+    """The text of each honest stream without hostile requests."""
     return {question: await stream_text(client, question) for question in QUESTIONS}
 
 
@@ -57,7 +57,7 @@ def actors(server: Server) -> dict[str, list[int]]:
 
 @pytest_asyncio.fixture(loop_scope="session")
 async def beside(server: Server, client: httpx.AsyncClient, alone: dict[str, str]) -> Beside[T]:
-    """Runs what is hostile beside eight streams, which must get their texts as alone, from the same processes."""
+    """Run hostile requests beside eight streams. The texts must be the same, and the processes too."""
 
     async def run(hostile: Awaitable[T]) -> T:
         before, over = actors(server), asyncio.Event()

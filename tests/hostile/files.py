@@ -1,10 +1,10 @@
-"""Mutated checkpoints, LoRA adapters and GGUF files, each read by a process that is bounded in memory and time.
+"""Mutated checkpoints, LoRA adapters and GGUF files, each read by a process with limited memory and time.
 
     python -m tests.hostile.files CHECKPOINT ADAPTER GGUF --checkpoints 2000 --adapters 500 --ggufs 500 [--seed 1]
 
-They are whole; copies of them are changed at random. What is read must be served, or refused by an error
-that names what is wrong; any other end is a finding, which is printed with its number, and so is an answer from
-weights that lie outside of the directory.
+The arguments are valid files. Copies of them are changed at random. A copy must be served, or refused with an error
+that names the problem. Any other end is a finding, which is printed with its number. An answer from weights outside of
+the directory is a finding too.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ from raylm.checkpoint import resolve
 from raylm.errors import ConfigError, InvalidRequestError
 from raylm.gguf import directory
 
-ROOM = 3 * 2**30  # bytes of address space beyond what the process has when it begins
+ROOM = 3 * 2**30  # bytes of address space beyond those at the start of the process
 LIMIT_S = 60
 OUTSIDE = "outside.safetensors"
 VALUES: list[Any] = [
@@ -40,9 +40,9 @@ VALUES: list[Any] = [
 
 
 def mutate(folder: Path, random: Random) -> str:
-    """Change one file of ``folder``, once or more; what was done, in words."""
+    """Change one file of ``folder``, once or more. Returns a description of the change."""
     names = sorted(file.name for file in folder.iterdir() if file.is_file())
-    # Of the small files more is read than of the weights.
+    # Small files are chosen more often, because more of them is parsed than of the weights.
     name = random.choice([*names, *(name for name in names if name.endswith(".json"))])
     file = folder / name
     how = random.choice(["value", "value", "value", "value", "bytes", "cut", "gone", "pipe", "index"])
@@ -63,7 +63,7 @@ def mutate(folder: Path, random: Random) -> str:
     elif how == "cut":
         file.write_bytes(content[: random.randrange(len(content))])
     else:
-        # The header of safetensors, which says how long it is, lies in front.
+        # The header of safetensors, which contains its length, is at the beginning.
         for _ in range(random.choice([1, 3, 20])):
             content[random.randrange(min(len(content), random.choice([16, 2000, 10**9])))] = random.randrange(256)
         file.write_bytes(content)
@@ -71,7 +71,7 @@ def mutate(folder: Path, random: Random) -> str:
 
 
 def mutate_gguf(file: Path, random: Random) -> str:
-    """Change a GGUF file, mostly in front, where its metadata and its table of tensors lie; what was done, in words."""
+    """Change a GGUF file, mostly in its metadata and its table of tensors. Returns a description of the change."""
     content = bytearray(file.read_bytes())
     front = content.index(b"token_embd.weight") + 3000
     how = random.choice(["bytes", "bytes", "number", "number", "number", "word", "cut"])
@@ -97,7 +97,7 @@ def mutate_gguf(file: Path, random: Random) -> str:
 
 
 def _change(data: Any, random: Random) -> str:
-    """Give an entry at any depth another value, or take it out."""
+    """Replace or remove an entry at any depth."""
     where = ""
     while True:
         keys = list(data) if isinstance(data, dict) else range(len(data))
@@ -141,7 +141,7 @@ def read_adapter(checkpoint: Path, path: Path) -> str:
 
 
 def attempt(read: Any, *paths: Path) -> str:
-    """What becomes of it in a child: "served", "refused: …", or a finding, which begins with "FOUND"."""
+    """Read ``paths`` in a child process. Returns "served", "refused: …", or a finding that begins with "FOUND"."""
     reading, writing = os.pipe()
     child = os.fork()
     if child == 0:
@@ -168,7 +168,7 @@ def attempt(read: Any, *paths: Path) -> str:
 
 
 def run_ggufs(whole: Path, count: int, seed: int) -> int:
-    """The number of findings."""
+    """Read ``count`` mutated GGUF files. Returns the number of findings."""
     counted: Counter[str] = Counter()
     with tempfile.TemporaryDirectory() as temporary:
         directory._cache = lambda: Path(temporary)
@@ -185,7 +185,7 @@ def run_ggufs(whole: Path, count: int, seed: int) -> int:
 
 
 def run(checkpoint: Path, adapter: Path, checkpoints: int, adapters: int, seed: int) -> int:
-    """The number of findings."""
+    """Read mutated checkpoints and adapters. Returns the number of findings."""
     counted: Counter[str] = Counter()
     findings = 0
     with tempfile.TemporaryDirectory() as temporary:
@@ -224,7 +224,7 @@ def main() -> int:
     import raylm.models.registry  # noqa: F401 - read once, not by each child
 
     logging.disable(logging.CRITICAL)
-    torch.set_num_threads(1)  # a child has none of its parent's threads
+    torch.set_num_threads(1)  # a forked child has no threads of its parent
     found = run(args.checkpoint, args.adapter, args.checkpoints, args.adapters, args.seed)
     return int(found + run_ggufs(args.gguf, args.ggufs, args.seed) > 0)
 

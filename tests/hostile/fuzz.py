@@ -1,10 +1,10 @@
-"""Random attacks on a server of its own, beside an honest client, for some minutes.
+"""Random attacks on a server that this program starts, beside an honest client, for some minutes.
 
     python -m tests.hostile.fuzz [MINUTES]
 
-A finding is an answer of 5xx other than 503 with Retry-After, no answer to HTTP that is right, a process that died, an
-honest text that is another than alone, or something left at the end. It is made small, printed, and kept in
-``found.jsonl``: what stands there is tried first, and by test_found.py.
+A finding is an answer of 5xx except 503 with Retry-After, no answer to valid HTTP, a dead process, a changed text of
+the honest client, or something left at the end. A finding is minimized, printed, and stored in ``found.jsonl``. Later
+runs and test_found.py try the stored attacks first.
 """
 
 from __future__ import annotations
@@ -31,14 +31,14 @@ from tests.serving import ARGS, Server, chat, free_port, serve_file
 FOUND = Path(__file__).with_name("found.jsonl")
 QUESTION = "What is 12 + 30?"
 TIMEOUT_S = 60.0
-QUIET_S = 8.0  # streams with nothing to tell say so every 5 s; other connections may stay open
+QUIET_S = 8.0  # idle streams send a comment every 5 s; other connections may stay open
 _GAUGES = ("vllm:num_requests_running{", "vllm:num_requests_waiting{", "raylm:queued_requests{")
 _SLACK_FDS = 40
 _SLACK_BYTES = 600 * 2**20
 
 
 class FoundError(AssertionError):
-    """What must not happen."""
+    """A finding."""
 
 
 def found_before() -> Iterator[Attack]:
@@ -47,7 +47,7 @@ def found_before() -> Iterator[Attack]:
 
 
 def send(port: int, attack: Attack) -> bytes:
-    """What comes back, up to ``attack.read`` bytes, or until nothing more comes."""
+    """The answer, up to ``attack.read`` bytes or until the server is quiet."""
     got = b""
     with socket.create_connection(("127.0.0.1", port), timeout=TIMEOUT_S) as connection:
         try:
@@ -61,7 +61,7 @@ def send(port: int, attack: Attack) -> bytes:
                 got += piece
                 connection.settimeout(QUIET_S)
         except ConnectionError:
-            pass  # it may be refused before it is whole
+            pass  # the server may refuse a request before it is complete
         except TimeoutError:
             if not got:
                 raise FoundError(f"no answer within {TIMEOUT_S:g} s") from None
@@ -69,14 +69,14 @@ def send(port: int, attack: Attack) -> bytes:
 
 
 def _is_cut(data: bytes) -> bool:
-    """Whether a server must wait for more of it."""
+    """Whether the server must wait for more data."""
     head, _, body = data.partition(b"\r\n\r\n")
     lengths = re.findall(rb"(?im)^content-length: *(\d+)\r?$", head)
     return not body or b"chunked" in head or not lengths or any(int(length) > len(body) for length in lengths)
 
 
 def judge(attack: Attack, answer: bytes) -> int:
-    """The status, 0 without one; what is wrong is a FoundError."""
+    """The status, or 0 without one. Raises FoundError for a wrong answer."""
     statuses = re.match(rb"HTTP/1\.[01] (\d{3})", answer)
     if statuses is None:
         if answer or (attack.read is None and not _is_cut(attack.data) and attack.data == _right(attack.data)):
@@ -93,13 +93,13 @@ def judge(attack: Attack, answer: bytes) -> int:
 
 
 def _right(data: bytes) -> bytes:
-    """The request as it would be sent if it is one of ours; anything else if not."""
+    """The data as this client would send it if it is valid HTTP."""
     line = re.match(rb"(\w+) (\S+) HTTP/1\.1\r\n", data)
     return http(line[1].decode(), line[2].decode("latin-1"), data.partition(b"\r\n\r\n")[2]) if line else b""
 
 
 class Honest(threading.Thread):
-    """Asks the same question until ``over``; ``wrong`` is what was not the answer that it got alone."""
+    """Asks the same question until ``over``. ``wrong`` is an answer that differs from the first one."""
 
     def __init__(self, url: str) -> None:
         super().__init__(daemon=True)
@@ -128,7 +128,7 @@ class Honest(threading.Thread):
 
 
 class Watch:
-    """The server's processes: which there were, and what they held."""
+    """The server's processes, and their open files and memory."""
 
     def __init__(self, server: Server) -> None:
         self._server = server
@@ -143,7 +143,7 @@ class Watch:
                 raise FoundError(f"a process has died: {name}")
 
     def check_idle(self) -> None:
-        """Nothing is left of any request."""
+        """Check that the server is idle and its processes hold no more than before."""
         deadline = time.monotonic() + 300
         while busy := self._busy():
             if time.monotonic() > deadline:
@@ -165,7 +165,7 @@ class Watch:
 
 
 def fuzz(server: Server, seconds: float) -> int:
-    """The exit status."""
+    """Attack for ``seconds``. Returns the exit status."""
     honest, statuses = Honest(server.url), Counter[int]()
     document = httpx.get(f"{server.url}/openapi.json").json()
     watch, begun = Watch(server), time.monotonic()
@@ -218,7 +218,7 @@ def fuzz(server: Server, seconds: float) -> int:
 
 
 def main() -> int:
-    signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))  # the server ends too
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))  # so that the server ends too
     minutes, port = float(sys.argv[1]) if len(sys.argv) > 1 else 10.0, free_port()
     with (
         tempfile.TemporaryDirectory() as folder,

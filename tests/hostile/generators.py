@@ -1,4 +1,4 @@
-"""Attacks drawn at random: bodies from /openapi.json, forms of answers, HTTP that is none, readers that leave."""
+"""Random attacks: bodies from /openapi.json, structured outputs, invalid HTTP, and clients that leave."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 
 JSON = dict[str, Any]
 HI = [{"role": "user", "content": "Hi"}]
-# A body that is right, for each path that generates something.
+# A valid body for each path that generates text or vectors.
 RIGHT: dict[str, JSON] = {
     "/v1/chat/completions": {"messages": HI, "max_tokens": 3},
     "/v1/completions": {"prompt": "Hi", "max_tokens": 3},
@@ -27,7 +27,7 @@ _DEPTH = 4
 
 @dataclass(frozen=True)
 class Attack:
-    """What goes over one connection, which is closed after ``read`` bytes of the answer where that is given."""
+    """The data of one connection, which is closed after ``read`` bytes of the answer, if given."""
 
     data: bytes
     read: int | None = None
@@ -59,7 +59,7 @@ WEIRD = st.recursive(
 
 
 def values(schema: Any, defs: JSON, depth: int = 0) -> st.SearchStrategy[Any]:
-    """What fits a schema of /openapi.json, more or less."""
+    """Values that mostly fit a schema of /openapi.json."""
     if not isinstance(schema, dict) or depth > _DEPTH:
         return WEIRD
     if "$ref" in schema:
@@ -99,7 +99,7 @@ def objects(schema: JSON, defs: JSON, depth: int) -> st.SearchStrategy[JSON]:
 
 @st.composite
 def bodies(draw: st.DrawFn, document: JSON) -> Attack:
-    """A right body with some fields drawn by their schemas, and some of no sense, to any path."""
+    """A valid body for any path, with some fields drawn from their schemas and some meaningless ones."""
     paths = document["paths"]
     path = draw(st.sampled_from(sorted(paths)))
     method = draw(st.sampled_from(sorted(paths[path])))
@@ -122,7 +122,7 @@ def bodies(draw: st.DrawFn, document: JSON) -> Attack:
 
 
 def _short(name: str, value: Any) -> Any:
-    """No answer is so long that little else can be tried meanwhile."""
+    """Limit the length of answers, so that more attacks fit into the time."""
     return min(value, _MOST_TOKENS) if name in _LENGTHS and type(value) is int else value
 
 
@@ -181,7 +181,7 @@ def grammars(draw: st.DrawFn) -> str:
 
 @st.composite
 def forms(draw: st.DrawFn) -> Attack:
-    """An answer in a form, of which some tokens are drawn."""
+    """A request for a structured output with a few tokens."""
     spec = draw(
         st.fixed_dictionaries({"json": SCHEMAS | SCHEMAS.map(json.dumps)})
         | st.fixed_dictionaries({"regex": PATTERNS})
@@ -210,7 +210,7 @@ def forms(draw: st.DrawFn) -> Attack:
 
 @st.composite
 def raw(draw: st.DrawFn) -> Attack:
-    """A request that is right but for a piece: cut out, doubled, or replaced by any bytes."""
+    """A valid request with one change: a piece is cut out, doubled, or replaced by random bytes."""
     path = draw(st.sampled_from(sorted(RIGHT)))
     data = http("POST", path, _encoded({"model": "embedded"} | RIGHT[path]))
     if draw(st.booleans()):

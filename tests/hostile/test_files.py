@@ -1,4 +1,4 @@
-"""Files that others made: mutated checkpoints, adapters and GGUF files are served or refused, none ends its process."""
+"""Untrusted files: mutated checkpoints, adapters and GGUF files are served or refused, and none crashes its process."""
 
 from __future__ import annotations
 

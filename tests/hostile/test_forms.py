@@ -1,4 +1,4 @@
-"""Forms of answers that overflow stacks, take long, or are no forms, to a running server beside honest streams."""
+"""Structured outputs that overflow stacks, take long or are invalid, on a running server beside honest streams."""
 
 from __future__ import annotations
 
@@ -58,7 +58,7 @@ def schema(of: dict[str, Any]) -> dict[str, Any]:
     return chat("What is the weather?", max_tokens=40, response_format=asked)
 
 
-# name -> (body, the field that its refusal names)
+# name -> (body, the field that the error names)
 KILLERS: dict[str, tuple[dict[str, Any], str]] = {
     "3,500 rules": (form(grammar=chain(3500)), "structured_outputs.grammar"),
     "1,900 rules": (form(grammar=chain(1900)), "structured_outputs.grammar"),
@@ -91,7 +91,7 @@ MISTAKES: dict[str, tuple[dict[str, Any], str]] = {
 
 
 async def refused(client: httpx.AsyncClient, body: dict[str, Any], param: str) -> None:
-    """It gets a 400 that names ``param``; a 429 with Retry-After only beside others of its kind."""
+    """Check for a 400 that names ``param``. A 429 with Retry-After is repeated."""
     answer = await client.post("/v1/chat/completions", json=body)
     while answer.status_code == 429:
         await asyncio.sleep(int(answer.headers["Retry-After"]))
@@ -102,7 +102,7 @@ async def refused(client: httpx.AsyncClient, body: dict[str, Any], param: str) -
 
 @pytest.mark.parametrize("name", KILLERS)
 async def test_what_overflows_a_stack_harms_nobody(client: httpx.AsyncClient, beside: Beside[Any], name: str) -> None:
-    """Ten clients send it a hundred times."""
+    """Ten clients send the form, a hundred times in all."""
     body, param = KILLERS[name]
 
     async def send() -> None:
@@ -116,11 +116,11 @@ async def test_what_overflows_a_stack_harms_nobody(client: httpx.AsyncClient, be
 async def test_a_mistake_is_named(client: httpx.AsyncClient, beside: Beside[Any], name: str) -> None:
     await beside(asyncio.gather(*(refused(client, *MISTAKES[name]) for _ in range(3))))
     answer = await client.post("/v1/chat/completions", json=form(json_object=True) | {"max_tokens": 2})
-    assert answer.status_code == 200  # no refusal is kept for what was not refused
+    assert answer.status_code == 200  # an earlier refusal does not affect other forms
 
 
 async def test_small_forms_pass_large_ones(client: httpx.AsyncClient, beside: Beside[Any]) -> None:
-    """Sixty forms that take two seconds each, all different, and one of one field."""
+    """Sixty different forms that take two seconds each, and a form with one field."""
     heavy = [asyncio.ensure_future(client.post("/v1/chat/completions", json=form(grammar=gbnf(1900, f"b{i}"))))
              for i in range(60)]  # fmt: skip
     await asyncio.wait(heavy, return_when=asyncio.FIRST_COMPLETED)
@@ -137,7 +137,7 @@ async def test_small_forms_pass_large_ones(client: httpx.AsyncClient, beside: Be
 
 
 async def test_wide_forms_are_served_beside_others(client: httpx.AsyncClient, beside: Beside[Any]) -> None:
-    """What is within the bounds: its matcher is made before its first step."""
+    """These forms are within the limits. Each matcher is created before its first step."""
     wide = {"type": "object", "properties": {f"p{i}": {"type": "string"} for i in range(300)}}
     answers = await beside(
         asyncio.gather(*(client.post("/v1/chat/completions", json=schema(wide | {"title": f"{i}"})) for i in range(8)))

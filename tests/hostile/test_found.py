@@ -1,4 +1,4 @@
-"""What the fuzzer has found, again: each attack is answered rightly, and the server goes on."""
+"""The fuzzer's findings again: each attack gets a right answer, and the server continues."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Requests that hold places without need, or contradict themselves, to a running server beside honest streams."""
+"""Requests that hold places without need or contradict themselves, on a running server beside honest streams."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ CONTRADICTIONS: dict[str, dict[str, Any]] = {
 }
 
 
-# Of Serve's own, or what it reads as UTF-8.
+# Serve's own headers, and headers that it decodes as UTF-8.
 HEADERS = [
     ("x-request-disconnect-disabled", b"?1"), ("x-request-timeout-seconds", b"0.001"), ("x-request-id", b"\xff"),
     ("serve_multiplexed_model_id", b"\xff"), ("x-session-id", b"\xff"), ("traceparent", b"\xff"),
@@ -65,7 +65,7 @@ async def test_silent_bodies_hold_no_places(server: Server, client: httpx.AsyncC
 async def test_a_contradiction_is_told_by_name(
     client: httpx.AsyncClient, beside: Beside[Any], field: str, logprobs: bool
 ) -> None:
-    """Also where it alone asks for log-probabilities, of a token that there is not."""
+    """No token can be drawn, so there are no log-probabilities to report either."""
     body = chat("Hi", max_tokens=20, logprobs=logprobs) | CONTRADICTIONS[field]
     answer = await beside(client.post("/v1/chat/completions", json=body))
     assert answer.status_code == 400, answer.text
