@@ -1,7 +1,7 @@
-"""A table of bad inputs: for each endpoint its fields by kind, and for each kind what it is not.
+"""A table of bad inputs: the fields of each endpoint by kind, and the wrong values of each kind.
 
-An endpoint joins by an entry in ENDPOINTS: its body class, a good body, and its fields. ``test_bad_inputs`` sees to it
-that every field of the class is there.
+To add an endpoint, add an entry to ENDPOINTS with its body class, a valid body, and its fields. ``test_bad_inputs``
+checks that every field of the class has an entry.
 """
 
 from __future__ import annotations
@@ -148,7 +148,7 @@ for _api in ("anthropic", "responses"):
 
 @dataclass(frozen=True)
 class BadInput:
-    """A body for ``path`` that must be refused, under one of the names ``params`` (none: whatever it is)."""
+    """A body for ``path`` that must be refused with one of the names ``params`` (with any name, if there are none)."""
 
     path: str
     body: Any
@@ -156,7 +156,7 @@ class BadInput:
 
 
 def bad_inputs() -> Iterator[BadInput]:
-    """All of the table."""
+    """All bad inputs of the table."""
     for path, endpoint in ENDPOINTS.items():
         for name, wrong in endpoint.fields.items():
             for value in wrong:

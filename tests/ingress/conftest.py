@@ -1,4 +1,4 @@
-"""Fixtures of the HTTP side: the app over a fake AsyncLLM."""
+"""Fixtures of the HTTP tests: the app with a fake AsyncLLM."""
 
 from __future__ import annotations
 

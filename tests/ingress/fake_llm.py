@@ -1,4 +1,4 @@
-"""An AsyncLLM made of a byte tokenizer and a scripted reply, for tests of the HTTP side alone."""
+"""An AsyncLLM with a byte tokenizer and a scripted reply, for tests of HTTP alone."""
 
 from __future__ import annotations
 
@@ -27,28 +27,28 @@ from raylm.params import PoolingParams, SamplingParams
 BOS, EOS = 256, 257
 SPECIAL = {BOS: b"<s>", EOS: b"</s>"}
 VOCAB = 258
-CUSTOM_ROLE = "critic"  # beside those that all know
+CUSTOM_ROLE = "critic"  # a role besides the usual ones
 
 
 @dataclass
 class Call:
-    """One call of ``generate`` and how it ended."""
+    """One call of ``generate``, and how it ended."""
 
     prompt: str | list[int]
     params: SamplingParams
     head: RequestHead
-    ended: str = "open"  # then "finished", "failed" or "aborted"
+    ended: str = "open"  # later "finished", "failed" or "aborted"
 
 
 @dataclass
 class FakeAsyncLLM:
-    """Replies ``reply`` (sequence i of n: the reply, then its number i if i > 0), ``step`` tokens an output."""
+    """Replies ``reply`` with ``step`` tokens in each output. Sequence i > 0 appends its number."""
 
     reply: str = "Hello wörld"
     step: int = 1
     fail_after: int | None = None  # outputs before ``failure`` is raised
     failure: Exception = field(default_factory=RuntimeError)
-    gate: asyncio.Event | None = None  # awaited before each output after ``open_outputs`` of them
+    gate: asyncio.Event | None = None  # each output after the first ``open_outputs`` waits for it
     open_outputs: int = 1
     sampling_defaults: dict[str, Any] = field(default_factory=dict)
     default_max_tokens: int | None = None
@@ -65,7 +65,7 @@ class FakeAsyncLLM:
     answer_format: AnswerFormat | None = None
     adapters: AdapterDirectory = field(default_factory=AdapterDirectory)
     calls: list[Call] = field(default_factory=list)
-    owners: list[str | None] = field(default_factory=list)  # of chats
+    owners: list[str | None] = field(default_factory=list)  # the owners of chats
     rendered: list[ChatRequest] = field(default_factory=list)
     timelines: Timelines = field(default_factory=Timelines)
     engines: tuple[()] = ()
@@ -108,7 +108,10 @@ class FakeAsyncLLM:
         params: PoolingParams,
         head: RequestHead,
     ) -> AsyncGenerator[RequestOutput, None]:
-        """The first byte is the angle, in steps of 1/256 of a quarter turn: near bytes are near vectors."""
+        """The first byte gives the vector's angle, in steps of 1/256 of a quarter turn.
+
+        So similar bytes have similar vectors.
+        """
         self.pooling_defaults.check(params)
         ids = list(prompt.encode()) if isinstance(prompt, str) else prompt
         if not ids:
@@ -185,19 +188,19 @@ class FakeAsyncLLM:
 
 
 def logprob(token_id: int, num_top: int) -> TokenLogprob:
-    """The token itself is always the most likely one; the next ids follow at equal distances."""
+    """The token itself is always the most likely one. The next ids follow at equal distances."""
     top = [((token_id + i) % VOCAB, -0.25 * (i + 1)) for i in range(num_top)]
     return TokenLogprob(token_id, -0.25, 1, top)
 
 
 def think_and_call(llm: FakeAsyncLLM) -> None:
-    """Let it reason, say something, and call ``f`` twice."""
+    """Let the model reason, write a text, and call ``f`` twice."""
     llm.reply = "<think>\nHm.\n</think>\n\nI ask.\n" + "".join(
         f'<tool_call>\n{{"name": "f", "arguments": {{"a": {number}}}}}\n</tool_call>\n' for number in range(2)
     )
     llm.answer_format = AnswerFormat(
         reasoning=REASONING_PARSERS["think"],
-        thinking=ReasoningTokenIds(ord("<"), ord("/"), (), begun=False),  # the fake's tokens are bytes
+        thinking=ReasoningTokenIds(ord("<"), ord("/"), (), begun=False),  # a token of the fake is a byte
         tool_parser=TOOL_PARSERS["hermes"],
         tools={"f": {}},
     )

@@ -1,4 +1,4 @@
-"""Ways to speak to the app: httpx in this process, or a real server; and what streams are read with."""
+"""Clients for the app, in this process or over a real server, and readers of streams."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ def client_of(app: Starlette) -> httpx.AsyncClient:
 
 @asynccontextmanager
 async def served(app: ASGIApp, *, websockets: bool = False) -> AsyncIterator[str]:
-    """Serve the app by uvicorn on a free port; yields its base URL. Idle connections of a slow client stay open."""
+    """Serve the app with uvicorn on a free port. Yields its base URL. Idle connections stay open for an hour."""
     ws: Literal["websockets-sansio", "none"] = "websockets-sansio" if websockets else "none"
     config = uvicorn.Config(app, port=0, log_level="error", ws=ws, lifespan="off", timeout_keep_alive=3600)
     server = uvicorn.Server(config)
@@ -37,9 +37,9 @@ async def served(app: ASGIApp, *, websockets: bool = False) -> AsyncIterator[str
 
 
 def events(text: str) -> list[Any]:
-    """The data of each event of a stream, parsed; [DONE] stays a string. An event may have an id.
+    """The parsed data of each event of a stream. [DONE] stays a string. An event may have an id.
 
-    Comments are left out.
+    Comments are skipped.
     """
     assert text.endswith("\n\n")
     found = []
@@ -55,7 +55,7 @@ def events(text: str) -> list[Any]:
 
 
 def typed_events(text: str) -> list[dict[str, Any]]:
-    """The data of each event of a stream whose events have names, parsed; a name is its data's type.
+    """The parsed data of each event of a stream with named events. The name must equal the type in the data.
 
     An event may have an id.
     """
@@ -71,7 +71,7 @@ def typed_events(text: str) -> list[dict[str, Any]]:
 
 
 class Deadlines:
-    """The time limits of clients that wait an hour, which the test lets run out."""
+    """Time limits of clients that wait for an hour. The test ends them early."""
 
     S = 3600.0
 
@@ -89,7 +89,7 @@ class Deadlines:
         monkeypatch.setattr(loop, "call_later", noting)
 
     def run_out(self) -> None:
-        """Let all end that are open."""
+        """End all open time limits."""
         for timer in self.timers:
             if not timer.cancelled():
                 timer._run()

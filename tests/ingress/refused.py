@@ -1,4 +1,4 @@
-"""What all refusals have in common, for tests: OpenAI's envelope, with nothing of the server's insides in it."""
+"""Checks of all refusals: OpenAI's envelope, without internals of the server."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 CHAT_PATH, TEXT_PATH = "/v1/chat/completions", "/v1/completions"
 JSON = {"content-type": "application/json"}
 INSIDES = ("Traceback", "0x", "/srv", "/home", "site-packages")
-# Any JSON, where something else belongs.
+# Any JSON, to use in place of the expected value.
 junk = st.recursive(
     st.none() | st.booleans() | st.integers(-(2**63), 2**64 - 1) | st.floats(allow_nan=False, allow_infinity=False)
     | st.text(st.characters(exclude_categories=["Cs"]), max_size=20),
@@ -20,7 +20,7 @@ junk = st.recursive(
 
 
 def error_of(answer: httpx.Response, status: int = 400, asked: str = "") -> dict[str, Any]:
-    """The error of an answer, which shows no insides beyond those that the caller ``asked`` for by name."""
+    """The error of an answer. It may contain no internals except those that ``asked`` contains."""
     assert answer.status_code == status, answer.text
     assert answer.headers["content-type"] == "application/json"
     assert answer.headers["x-request-id"]

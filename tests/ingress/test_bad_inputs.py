@@ -1,4 +1,4 @@
-"""Bad inputs by the hundred over a running server: each is refused by name, and good requests do not notice."""
+"""Hundreds of bad inputs to a running server: each is refused with its field's name. Good requests are not affected."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ GOOD = {"model": "embedded", "prompt": [300, 301, 302], "max_tokens": 8, "seed":
 
 @pytest.fixture
 async def api() -> AsyncIterator[httpx.AsyncClient]:
-    """A whole server in this process, but for the model."""
+    """A client of a whole server in this process, without a model."""
     async with running_stack() as stack, served(stack.app) as url, httpx.AsyncClient(base_url=url) as client:
         client.timeout = httpx.Timeout(LIMIT_S)
         yield client
@@ -36,7 +36,7 @@ async def good_answer(client: httpx.AsyncClient) -> Any:
 
 
 def check_refusal(answer: httpx.Response, params: tuple[str, ...], asked: str) -> None:
-    """A 4xx in the envelope of the path, which names the field and tells nothing of the inside."""
+    """Check for a 4xx in the envelope of the path, which names the field and contains no internals."""
     assert 400 <= answer.status_code < 500, answer.text[:500]
     assert answer.status_code != 422
     body = answer.json()
@@ -58,7 +58,7 @@ def check_refusal(answer: httpx.Response, params: tuple[str, ...], asked: str) -
 
 
 async def refuse(client: httpx.AsyncClient, bad: BadInput) -> str | None:
-    """What is wrong with the refusal, if anything."""
+    """The error in a refusal, or None."""
     answer = await client.post(bad.path, json=bad.body)
     try:
         check_refusal(answer, bad.params, str(bad.body))

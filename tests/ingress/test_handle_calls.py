@@ -1,4 +1,4 @@
-"""Calls by handle: what HTTP refuses they refuse alike, and what a caller gives up is given up everywhere."""
+"""Calls by handle: they refuse the same values as HTTP, and a call that its caller abandons ends everywhere."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ from tests.ingress.console.stack import Stack
 from tests.ingress.fake_llm import FakeAsyncLLM, think_and_call
 
 with warnings.catch_warnings():
-    warnings.simplefilter("ignore")  # Serve's own use of pydantic
+    warnings.simplefilter("ignore")  # warnings of Serve's use of pydantic
     from ray.exceptions import ActorDiedError, RayTaskError
 
     from raylm.handles import Outputs, Result
@@ -39,7 +39,7 @@ OF_HTTP = (
 
 
 def ingress(llm: FakeAsyncLLM, policy: str = "fair") -> Ingress:
-    """As it stands when Serve has built its application."""
+    """An Ingress after Serve has built its application."""
     config = Config.model_validate({"scheduler": {"policy": policy}})
     found = Ingress(config, None)  # type: ignore[arg-type]
     found._llm = llm  # type: ignore[assignment]
@@ -49,7 +49,7 @@ def ingress(llm: FakeAsyncLLM, policy: str = "fair") -> Ingress:
 
 
 async def outcome(llm: FakeAsyncLLM, call: str, *args: Any, **fields: Any) -> Any:
-    """What a call returns, or all that it yields; "complete" and "reply" where nothing is streamed."""
+    """The result of a call, or the list of its outputs. Only "complete" and "reply" do not stream."""
     made = getattr(ingress(llm), call)(*args, **fields)
     return [output async for output in made] if call in ("generate", "chat") else await made
 
@@ -101,7 +101,7 @@ async def test_a_call_and_http_refuse_the_same_in_the_same_words(
     for name, values in endpoint.fields.items():
         for value in values if name not in OF_HTTP else ():
             if value is None or (isinstance(value, int) and abs(value) >= 2**63) or value == ["a"] * 3000:
-                continue  # not given, no integer of JSON, or many prompts
+                continue  # a missing value, an integer beyond JSON, or many prompts
             answer = await client.post(path, json=good | {name: value})
             try:
                 await outcome(llm, call, **good | {name: value})
@@ -180,7 +180,7 @@ async def test_a_call_that_was_admitted_is_not_refused_when_its_prompt_turns_out
         with stack.llm.admission.enter(40):  # another call waits
             asked: Any = (None, "7%" * 50, SamplingParams(max_tokens=2, ignore_eos=True))
             outputs = [out async for out in calls.generate(*asked)] if streamed else [await calls.complete(*asked)]
-            assert len(outputs[0].prompt_token_ids) > 60, "longer than what was left for it"
+            assert len(outputs[0].prompt_token_ids) > 60, "the prompt is longer than the free tokens"
             assert outputs[-1].finished
         assert (stack.llm.admission.requests, stack.llm.admission.tokens) == (0, 0)
 
@@ -208,7 +208,7 @@ async def test_embed_score_and_rerank_are_those_of_http(client: httpx.AsyncClien
 
 
 class GivesUp(FakeAsyncLLM):
-    """Yields one delta, and ends the stream or the sequence before its time."""
+    """Yields one delta, then ends the stream or the sequence early."""
 
     ended: Any = None
 
@@ -242,7 +242,7 @@ async def test_a_full_queue_or_replica_refuses_and_nothing_is_left() -> None:
 
 
 class Process:
-    """The owner of "gone": what it answers, one after the other, and then always True; others always answer."""
+    """The answers of the process "gone" in order, and then always True. Other processes always answer True."""
 
     def __init__(self) -> None:
         self.answers: list[bool | Exception] = []
@@ -261,7 +261,7 @@ async def test_a_caller_that_is_gone_ends_its_requests_and_nobody_elses() -> Non
     gone, kept = [found.stream_to([ref], "chat", HI) for ref in ("gone", "kept")]  # type: ignore[list-item]
     assert not (await anext(gone)).finished
     assert not (await anext(kept)).finished
-    process.answers = [False, True, RuntimeError(), False, True]  # silent once, not twice in a row
+    process.answers = [False, True, RuntimeError(), False, True]  # two silences, but not in a row
     waiting = asyncio.create_task(anext(gone))
     while process.answers and not waiting.done():  # noqa: ASYNC110
         await asyncio.sleep(0)
@@ -279,7 +279,7 @@ async def test_a_caller_that_is_gone_ends_its_requests_and_nobody_elses() -> Non
 
 
 class Response:
-    """What a DeploymentHandle returns, streamed or whole."""
+    """A DeploymentHandle's response, streamed or whole."""
 
     def __init__(self, items: list[Any]) -> None:
         self.items = items

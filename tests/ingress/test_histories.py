@@ -1,4 +1,4 @@
-"""What describes the past of a conversation is read liberally, by all three APIs; what asks for something strictly."""
+"""All three APIs read past messages of a conversation liberally, and requests for the answer strictly."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ IGNORED = "x-raylm-ignored-fields"
 
 
 def accepted_or_refused_for_what_it_says(body: type[Any], data: dict[str, Any]) -> None:
-    """A refusal names a known field: its type or its value, and not a key that nobody knows."""
+    """An error must name a known field with its type or value, and never an unknown key."""
     try:
         body.parse(data)
         message = ""
@@ -42,7 +42,7 @@ def accepted_or_refused_for_what_it_says(body: type[Any], data: dict[str, Any]) 
 
 
 def _add(value: Any, more: dict[str, Any]) -> Any:
-    """Objects in ``value``, at any depth, have further keys."""
+    """Add keys to the objects in ``value``, at any depth."""
     if isinstance(value, dict):
         return {**more, **{name: _add(entry, more) for name, entry in value.items()}}
     return [_add(entry, more) for entry in value] if isinstance(value, list) else value
@@ -75,7 +75,7 @@ def test_any_history_of_anthropics_types(data: st.DataObject) -> None:
 @quick
 @given(st.data())
 def test_keys_that_nobody_knows_never_refuse_a_history(data: st.DataObject) -> None:
-    """As litellm's types, which are OpenAI's with keys of many providers."""
+    """litellm's types are OpenAI's, with the keys of many providers."""
     said = st.one_of(
         st.fixed_dictionaries({"role": st.just("user"), "content": st.just([{"type": "text", "text": "a"}])}),
         st.fixed_dictionaries({"role": st.just("assistant"), "content": st.sampled_from(["a", None])}),
@@ -160,10 +160,10 @@ async def test_wishes_that_change_nothing_are_accepted_and_named(
 
 
 async def test_a_conversation_that_a_limit_cut_anywhere_goes_on() -> None:
-    """Also within the arguments of a call, which are then no complete JSON."""
+    """Also if the limit cuts the arguments of a call, which are not valid JSON then."""
     config = Config.model_validate({"model": "embedded", "ingress": {"store": ":memory:"}})
     llm, engine = AsyncLLM(config), WritingEngine("e", Random(0))
-    engine.first = 7  # thoughts, text and two calls
+    engine.first = 7  # reasoning, text and two calls
     llm.add_engine(engine)
     function, ask = {"name": "f", "parameters": {}}, [{"role": "user", "content": "Hi"}]
     cut_calls = 0

@@ -1,4 +1,4 @@
-"""An ingress replica that Serve stops: when it begins to refuse, and what it leaves behind."""
+"""An ingress replica that Serve stops: when it starts to refuse requests, and what it leaves behind."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ import pytest
 from raylm.config import Config
 from raylm.frontend import Requests, Timelines
 
-pytestmark = pytest.mark.filterwarnings("ignore")  # Ray Serve warns when it is imported
+pytestmark = pytest.mark.filterwarnings("ignore")  # importing Ray Serve gives a warning
 
 
 @pytest.mark.parametrize(("routed_s", "refuses"), [(3600.0, False), (0.0, True)])

@@ -1,4 +1,4 @@
-"""What an ingress logs of requests, by the whole stack without a model: their ids, and nothing that they say."""
+"""The log lines of requests in an ingress, over the whole stack without a model: ids, but no content."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from raylm.stages import Format, LogSource, configure_logs
 from tests.ingress.console.stack import Stack
 from tests.ingress.test_real_llm import TEXT
 
-PLANTED = "-".join(("planted", "prompt"))  # so that no line of this file has it
+PLANTED = "-".join(("planted", "prompt"))  # so that no line of this file contains it
 CHAT = {"model": "embedded", "messages": [{"role": "user", "content": PLANTED}], "max_tokens": 4}
 
 

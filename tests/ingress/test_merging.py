@@ -1,4 +1,4 @@
-"""An answer is the same however its tokens came together, over an engine that draws what the test wrote."""
+"""An answer does not depend on how its tokens are batched. The engine draws texts that the test wrote."""
 
 from __future__ import annotations
 
@@ -19,11 +19,11 @@ from tests.ingress.writing_engine import SAID, WritingEngine
 FUNCTION = {"name": "f", "parameters": {}}
 ASK = [{"role": "user", "content": "Hi"}]
 ANSWERS = range(len(SAID))
-WAYS = range(8)  # in which tokens come together
+WAYS = range(8)  # seeds for the batches of tokens
 
 
 class Server:
-    """The app over one engine."""
+    """The app with one engine."""
 
     def __init__(self, client: httpx.AsyncClient, engine: WritingEngine) -> None:
         self._client, self._engine = client, engine
@@ -45,7 +45,7 @@ async def server() -> AsyncIterator[Server]:
 
 
 def part_of(item: dict[str, Any]) -> tuple[Any, ...]:
-    """What an item of a response holds: its text with its log-probabilities, or the arguments of a call."""
+    """The content of a response's item: its text with log-probabilities, or the arguments of a call."""
     (part,) = item.get("content") or ({},)
     return item["type"], part.get("text", item.get("arguments")), part.get("logprobs")
 
@@ -98,7 +98,7 @@ async def test_blocks_of_a_message(server: Server, answer: int) -> None:
 
 @pytest.mark.parametrize("answer", ANSWERS)
 async def test_logprobs_of_a_chat_completion(server: Server, answer: int) -> None:
-    """They are those of all tokens, of reasoning and calls too."""
+    """The log-probabilities include those of reasoning and calls."""
     body = {
         "messages": ASK, "max_tokens": 400, "logprobs": True, "reasoning_effort": "low",
         "tools": [{"type": "function", "function": FUNCTION}],

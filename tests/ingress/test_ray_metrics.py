@@ -1,4 +1,4 @@
-"""RayMetrics hands every sample to Ray under the name that it has in /metrics, from one replica alone."""
+"""RayMetrics passes every sample to Ray under its name in /metrics, from only one replica."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ SERIES = tuple(text_string_to_metric_families(TEXT))
 
 
 class Gauges:
-    """Stands in for ray.util.metrics.Gauge, which takes no tag that it was not made with, and wants all of them."""
+    """Replaces ray.util.metrics.Gauge. It requires exactly the tags that it was created with."""
 
     def __init__(self) -> None:
         self.values: dict[tuple[str, frozenset[tuple[str, str]]], float] = {}

@@ -1,4 +1,4 @@
-"""The whole way without a model: HTTP, AsyncLLM, EngineCore and its scheduler, over a worker that is a function."""
+"""The whole path without a model: HTTP, AsyncLLM and EngineCore with its scheduler, and a worker that is a function."""
 
 from __future__ import annotations
 
@@ -27,13 +27,13 @@ from tests.ingress.openai.test_openai_schema import check
 from tests.ingress.refused import error_of
 
 TOKENIZER = Tokenizer.from_file(str(EMBEDDED / "tokenizer.json"))
-MODEL = FakeModel(vocab_size=TOKENIZER.get_vocab_size(), eos_token_id=10**9, eos_period=10**12)  # never EOS
+MODEL = FakeModel(vocab_size=TOKENIZER.get_vocab_size(), eos_token_id=10**9, eos_period=10**12)  # no token is EOS
 CONFIG = Config.model_validate({
     "model": "embedded", "cache": {"num_blocks": 64, "block_size": 16}, "max_model_len": 256,
     "scheduler": {"max_num_batched_tokens": 32, "max_num_seqs": 8},
 })  # fmt: skip
 PROMPT = "The scheduler decides what runs next, and the worker runs it."
-# The series that vLLM's examples/observability/prometheus_grafana/grafana.json asks for.
+# The series that vLLM's examples/observability/prometheus_grafana/grafana.json uses.
 VLLMS_DASHBOARD = {
     *(
         f"vllm:{name}_{part}"
@@ -56,7 +56,7 @@ CHAT: dict[str, Any] = {
 
 
 class Stack:
-    """The app, and what lies under it."""
+    """The app and its components."""
 
     def __init__(self, admission: Admission | None = None) -> None:
         self.executor = FakeExecutor(FakeWorker(model=MODEL))
@@ -99,7 +99,7 @@ def ids_of(text: str) -> list[int]:
 
 
 def wanted(prompt: list[int], seed: int, count: int) -> str:
-    """The reference, which knows of no blocks, batches or streams; bytes that end amid a character are held back."""
+    """The reference text, computed without blocks, batches or streams. An incomplete last character is held back."""
     text: str = TOKENIZER.decode(MODEL.continuation(prompt, seed, count), skip_special_tokens=True)
     return text
 
@@ -136,7 +136,7 @@ async def test_text_is_the_models_whole_and_streamed(api: httpx.AsyncClient) -> 
 async def test_an_answered_request_leaves_nothing_to_the_garbage_collector(
     api: httpx.AsyncClient, path: str, body: dict[str, Any]
 ) -> None:
-    """The thousands of prompts of a large request would stay until Python's next full collection."""
+    """Thousands of prompts of a large request would otherwise stay until Python's next full collection."""
     await api.post(path, json=body)
     gc.collect()
     gc.disable()

@@ -1,4 +1,4 @@
-"""Refusals: each mistake has its status, names its field, and comes in OpenAI's envelope; nothing is dropped."""
+"""Refusals: each error has its status, names its field, and comes in OpenAI's envelope. No field is ignored."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Each wrong field of chat, completions, tokenize and detokenize is refused by its own name."""
+"""Each wrong field of chat, completions, tokenize and detokenize is refused with its own name."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Every account of a replica is at zero after every history of its requests: a state machine over the whole app."""
+"""All counters of a replica are zero after any history of requests: a state machine over the whole app."""
 
 from __future__ import annotations
 
@@ -46,13 +46,13 @@ KINDS: dict[str, tuple[str, dict[str, Any]]] = {
         "/v1/responses", MODEL | {"input": "Hi", "background": True, "max_output_tokens": 9, "stream": True},
     ),
 }  # fmt: skip
-# What a request does between two places where it may wait.
+# States that a request leaves without waiting for anyone.
 PASSING = {"admission", "parse", "template", "tokenize", "compile", "route"}
 KEYS = "alice: sk-alice tokens_per_minute=100000 concurrency=5\nbob: sk-bob\n"
 
 
 class Client:
-    """A connection of HTTP whose body comes, and whose answer is taken, when the test says so."""
+    """An HTTP connection. The test decides when the body is sent and the answer is read."""
 
     def __init__(self, app: Any, number: int, kind: str, key: str) -> None:
         path, body = KINDS[kind]
@@ -75,11 +75,11 @@ class Client:
         async def send(_: Any) -> None:
             await self.reads.wait()
 
-        with suppress(Exception):  # an answer that had begun
+        with suppress(Exception):  # the answer had begun
             await app(scope, self._inbox.get, send)
 
     def write(self, *, rest: bool) -> None:
-        """Send half of what is left of the body, or the rest."""
+        """Send half of the remaining body, or all of it."""
         size = len(self._body) if rest else len(self._body) // 2
         part, self._body, self.is_whole = self._body[:size], self._body[size:], rest
         self._inbox.put_nowait({"type": "http.request", "body": part, "more_body": not rest})
@@ -91,7 +91,7 @@ class Client:
 
 
 class Lives(RuleBasedStateMachine):
-    """Requests over HTTP, by handle and in the background, on one AsyncLLM whose engines are played."""
+    """Requests over HTTP, by handle and in the background, on one AsyncLLM with played engines."""
 
     run: ClassVar[Callable[[Coroutine[Any, Any, Any]], Any]]
     llm: ClassVar[AsyncLLM]
@@ -104,7 +104,7 @@ class Lives(RuleBasedStateMachine):
         self.calls: list[asyncio.Task[None]] = []
         self.pace: list[asyncio.Event] = []
         self.num_opened = 0
-        self.turns: int | None = None  # of the event loop until the next rule, None: until every request waits
+        self.turns: int | None = None  # turns of the event loop until the next rule; None: until every request waits
         Lives.run(self._begin())
 
     async def _begin(self) -> None:
@@ -131,7 +131,7 @@ class Lives(RuleBasedStateMachine):
     def close(self, timeout_s: float) -> None: ...
 
     async def _settle(self, condition: Callable[[], bool] = lambda: True) -> None:
-        """Until each request waits for somebody."""
+        """Wait until each request waits for an event."""
         async with asyncio.timeout(60):
             for _ in range(3):
                 while True:
@@ -241,7 +241,7 @@ class Lives(RuleBasedStateMachine):
 
     @rule(turns=st.integers(0, 40))
     def hurry(self, turns: int) -> None:
-        """The next thing happens after so many turns of the event loop."""
+        """Run the next rule after ``turns`` turns of the event loop."""
         self.turns = turns
 
     @rule(pick=st.integers(0, 9))
@@ -260,7 +260,7 @@ class Lives(RuleBasedStateMachine):
 
     @rule()
     def lose_makers(self) -> None:
-        """Another maker takes over what is made here, while the former one goes on."""
+        """Another maker takes over this replica's background responses, while the former maker continues."""
 
         async def work() -> None:
             database, store = self.responses._store._database, self.responses._store  # type: ignore[attr-defined]
@@ -313,10 +313,10 @@ class Lives(RuleBasedStateMachine):
         rows = self.state._rows._own
         assert all((row.open, row.reserved) == (0, 0) for row in rows.values())
         assert not llm.timelines.listed(Filter(None, "in_flight"))
-        assert len({*map(id, self.ended)}) == len(self.ended), "a timeline has ended twice"
+        assert len({*map(id, self.ended)}) == len(self.ended), "a timeline ended twice"
         first = [record for record in self.ended if record.id.startswith(("r", "handle"))]
         by_id = {record.id: record for record in first}
-        assert len(by_id) == self.num_opened, "each request has a timeline"
+        assert len(by_id) == self.num_opened, "each request needs a timeline"
         billed = sum(sum(part.charged()) for one in self.ended if one.key == "alice" for part in one.parts)
         counted = sum(rows["alice"].tokens.values()) if "alice" in rows else 0
         assert billed == counted

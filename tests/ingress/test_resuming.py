@@ -1,4 +1,4 @@
-"""Streams that are cut behind any event and gone on with by its id, over an engine that draws what the test wrote."""
+"""Streams that are cut after any event and resumed with its id. The engine draws texts that the test wrote."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ RESUMABLE = {"x-raylm-resumable": "true"}
 
 
 class Stack:
-    """Two ingresses with an engine each, on a loop of their own."""
+    """Two ingresses with an engine each, on a separate event loop."""
 
     def __init__(self) -> None:
         self.runner = asyncio.Runner()
@@ -48,7 +48,7 @@ class Stack:
             )
 
     def events(self, path: str, body: dict[str, Any], event_id: str = "") -> list[tuple[str, Any]]:
-        """(id, data) of each event of the answer of one ingress or the other."""
+        """(id, data) of each event of an answer from one of the two ingresses."""
         return self.runner.run(self._events(path, body, event_id))
 
     async def _events(self, path: str, body: dict[str, Any], event_id: str) -> list[tuple[str, Any]]:
@@ -77,7 +77,7 @@ def stack() -> Iterator[Stack]:
 
 
 def joined(events: list[tuple[str, Any]]) -> dict[str, Any]:
-    """What a client makes of a stream: for each choice what it holds, and what came of each kind only once."""
+    """The whole answer, as a client joins it from a stream: each choice, with unique values only once."""
     assert [data for _, data in events].count("[DONE]") == 1
     assert events[-1][1] == "[DONE]"
     whole: dict[str, Any] = {"usage": None, "choices": {}}
@@ -111,7 +111,7 @@ def merge_delta(choice: dict[str, Any], delta: dict[str, Any]) -> None:
             choice[name] = choice.get(name, "") + delta[name]
     for call in delta.get("tool_calls", ()):
         calls = choice.setdefault("tool_calls", {})
-        if "id" in call:  # which is random, and must come once
+        if "id" in call:  # the id is random, and must come once
             assert call["index"] not in calls
             calls[call["index"]] = [call["function"]["name"], ""]
         calls[call["index"]][1] += call["function"]["arguments"]
@@ -137,7 +137,7 @@ BODIES: list[tuple[str, dict[str, Any]]] = [
 ]  # fmt: skip
 
 
-CUTS = st.lists(st.floats(0, 1), min_size=1, max_size=3)  # shares of the events that are still to come
+CUTS = st.lists(st.floats(0, 1), min_size=1, max_size=3)  # fractions of the remaining events
 
 
 @given(case=st.sampled_from(BODIES), seed=st.none() | st.integers(0, 7), luck=st.integers(), cuts=CUTS)
@@ -161,7 +161,7 @@ def test_a_stream_goes_on_behind_any_event(
     want, got = joined(undisturbed), joined(told)
     for usage in (want["usage"], got["usage"]):
         if usage is not None:
-            del usage["prompt_tokens_details"]  # how much of the prompt was cached is another matter
+            del usage["prompt_tokens_details"]  # the number of cached prompt tokens may differ
     assert got == want
 
 
@@ -182,7 +182,7 @@ def test_every_event_is_a_place_to_go_on_from(stack: Stack) -> None:
     body = {"model": "embedded", "stream": True, "messages": MESSAGES, "n": 2, "seed": 1, "stop": "END", **USAGE}
     undisturbed = stack.events(CHAT, body)
     ids = [event_id for event_id, _ in undisturbed]
-    assert len(set(ids)) == len(ids) - 1  # [DONE] tells nothing more
+    assert len(set(ids)) == len(ids) - 1  # the id before [DONE] is repeated with it
     for place, event_id in enumerate(ids[:-1], 1):
         rest = stack.events(CHAT, body, event_id)
         assert joined(undisturbed[:place] + rest)["choices"] == joined(undisturbed)["choices"]
@@ -231,7 +231,7 @@ async def test_whose_stream_it_is(monkeypatch: pytest.MonkeyPatch) -> None:
         llm.add_engine(WritingEngine("b", Random(0), "fp_2"))
         error_of(await post("sk-alice", event_id), 409)
         assert (await post("sk-alice")).text.startswith("id: ")
-        llm.add_engine(WritingEngine("c", Random(0), "fp_3"))  # two that differ promise nothing
+        llm.add_engine(WritingEngine("c", Random(0), "fp_3"))  # different ones promise nothing
         assert (await post("sk-alice")).text.startswith("data: ")
         error_of(await post("sk-alice", event_id), 409)
     await llm.stop()

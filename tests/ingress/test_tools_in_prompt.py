@@ -1,4 +1,4 @@
-"""``tool_parser: prompt`` with a small checkpoint whose template knows no tools: all three APIs, whole and streamed."""
+"""``tool_parser: prompt`` with a small checkpoint whose template has no tools: all three APIs, whole and streamed."""
 
 from __future__ import annotations
 
@@ -43,7 +43,7 @@ def client(tmp_path_factory: pytest.TempPathFactory) -> Iterator[httpx.Client]:
 def post(client: httpx.Client, path: str, body: dict[str, Any]) -> httpx.Response:
     answer = client.post(path, json=body)
     assert answer.status_code == 200, answer.text
-    assert "x-raylm-ignored-fields" not in answer.headers, "tools are not left out"
+    assert "x-raylm-ignored-fields" not in answer.headers, "tools must not be ignored"
     return answer
 
 

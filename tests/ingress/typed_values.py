@@ -1,4 +1,4 @@
-"""Values of the TypedDicts by which client libraries describe what they send, as JSON has them."""
+"""JSON values of the TypedDicts with which client libraries describe their requests."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from typing import Annotated, Any, Literal, NotRequired, Required, Union, get_ar
 from hypothesis import strategies as st
 from typing_extensions import is_typeddict
 
-_DEPTH = 5  # of objects; below it optional fields and elements are left out
+_DEPTH = 5  # of objects; below it optional fields and elements are omitted
 _texts = st.sampled_from(["", "a", "{}", "call_1", "[1]"])
 _scalars: dict[Any, st.SearchStrategy[Any]] = {
     str: _texts, int: st.integers(0, 9), float: st.just(0.5), bool: st.booleans(), type(None): st.none(),
@@ -19,7 +19,7 @@ _scalars: dict[Any, st.SearchStrategy[Any]] = {
 
 @cache
 def values_of(kind: Any, depth: int = _DEPTH) -> st.SearchStrategy[Any]:
-    """What a value of this type may be; of what JSON does not have, as files, texts."""
+    """Values of this type. Types that JSON does not have, such as files, become texts."""
     origin, args = get_origin(kind), get_args(kind)
     if kind in _scalars:
         return _scalars[kind]
@@ -45,7 +45,7 @@ def _objects(kind: Any, depth: int) -> st.SearchStrategy[Any]:
     fields = {name: values_of(hints[name], depth) for name in hints}
     required = {
         name: fields[name]
-        for name, hint in hints.items()  # __required_keys__ does not know what stands in annotations that are texts
+        for name, hint in hints.items()  # __required_keys__ does not see Required in annotations that are strings
         if get_origin(hint) is Required or (kind.__total__ and get_origin(hint) is not NotRequired)
     }
     optional = {name: fields[name] for name in fields.keys() - required.keys()} if depth > 0 else {}

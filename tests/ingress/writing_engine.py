@@ -1,4 +1,4 @@
-"""WritingEngine: an engine of the test's own that draws what is written here."""
+"""WritingEngine: a played engine that draws the texts of this module."""
 
 from __future__ import annotations
 
@@ -30,12 +30,12 @@ SAID = [
 
 
 class WritingEngine(PlayedEngine):
-    """Sequence ``index`` of a request with a ``seed`` draws SAID[(seed + index) % 8], in pieces of any sizes.
+    """Sequence ``index`` of a request with a ``seed`` draws SAID[(seed + index) % 8], in pieces of random sizes.
 
-    Where there is a ``first``, it stands in place of the seed.
+    ``first``, if given, replaces the seed.
 
-    Asked for what it has parked of one, it has nothing, all, or anything between if it ``parks``; never nothing if that
-    is ``never_lost``.
+    If it ``parks``, it returns a random part of a parked sequence: all, some or nothing. With ``never_lost`` it returns
+    at least some.
     """
 
     def __init__(self, engine_id: str, random: Random, fingerprint: str = "fp_1") -> None:
@@ -68,7 +68,7 @@ class WritingEngine(PlayedEngine):
                 del rest[index]
 
     def _ends(self, request: EngineCoreRequest) -> tuple[dict[int, FinishReason], dict[int, list[int]]]:
-        """What each sequence draws in all, and why it then ends."""
+        """The end reason and all the tokens of each sequence."""
         params, rest = request.params, {}
         assert params.max_tokens is not None
         assert params.seed is not None
@@ -93,7 +93,7 @@ class WritingEngine(PlayedEngine):
     async def outputs(self) -> Any:
         async for said in super().outputs():
             yield said
-            for _ in range(self.random.choice([0, 1, 5])):  # in which the caller may read
+            for _ in range(self.random.choice([0, 1, 5])):  # meanwhile the caller may read
                 await asyncio.sleep(0)
 
 

@@ -1,4 +1,4 @@
-"""Kinds of fields, and for each what it is not: what bodies of all APIs are tried with."""
+"""Kinds of fields with the wrong values of each, for the bodies of all APIs."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ TEXTS: list[Any] = [5, {}, True, ["a", 1], [None], [[]]]
 OBJECTS: list[Any] = [5, "x", {}, [5], [None], [[]]]
 IDS: list[Any] = [5, "x", {}, [1, "2"], [-1], [1.0], [True], [2**40]]
 CHOICE: list[Any] = [5, True, [], "nonsense"]
-FREE: list[Any] = []  # anything is taken, or the field is another's to describe
+FREE: list[Any] = []  # any value is accepted, or another field's table describes it
 PROMPTS: list[Any] = [
     5,
     {},
@@ -115,7 +115,7 @@ POOLING: dict[str, list[Any]] = {
 
 @dataclass(frozen=True)
 class Endpoint:
-    """``fields`` maps names to wrong values; ``also`` says under which other names a wrong value may be reported."""
+    """``fields`` maps names to wrong values. ``also`` has other names under which an error may be reported."""
 
     body: type[Body]
     good: dict[str, Any]

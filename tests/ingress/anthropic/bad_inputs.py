@@ -1,4 +1,4 @@
-"""The table of bad inputs for Anthropic's endpoints."""
+"""The table of bad inputs to Anthropic's endpoints."""
 
 from __future__ import annotations
 

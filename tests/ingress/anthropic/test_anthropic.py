@@ -1,4 +1,4 @@
-"""/v1/messages over a fake AsyncLLM: blocks, events, tools, thoughts, token counts, errors; and the official client."""
+"""/v1/messages with a fake AsyncLLM: blocks, events, tools, thinking, token counts, errors; and the official client."""
 
 from __future__ import annotations
 
@@ -81,7 +81,7 @@ async def test_events_come_in_order(client: httpx.AsyncClient) -> None:
     assert (begun["output_tokens"], begun["output_tokens_details"]) == (0, {"thinking_tokens": 0})
 
 
-# Fields that Anthropic's specification requires: of a message, of its usage, of a message_delta's usage.
+# Required fields in Anthropic's specification: of a message, of its usage, and of a message_delta's usage.
 REQUIRED = {
     "id", "type", "role", "content", "model", "stop_reason", "stop_sequence", "stop_details", "usage", "container",
 }  # fmt: skip
@@ -139,7 +139,7 @@ async def test_thoughts_text_and_calls_are_blocks(client: httpx.AsyncClient, llm
 async def test_a_call_that_a_limit_cut_has_what_is_there_of_its_input(
     client: httpx.AsyncClient, llm: FakeAsyncLLM
 ) -> None:
-    """As its stream has, and as chat completions and responses have as a text."""
+    """The same as in its stream, and as in the text of chat completions and responses."""
     think_and_call(llm)
     llm.reply = '<tool_call>\n{"name": "f", "arguments": {"city": "Köln", "days": [1, 22]}}\n</tool_call>'
     inputs: list[Any] = []
@@ -204,7 +204,7 @@ async def test_counted_tokens_are_those_of_the_message(client: httpx.AsyncClient
     counted = (await client.post(f"{PATH}/count_tokens", json=body)).json()
     usage = (await create(client, system="S", tools=TOOLS))["usage"]
     assert counted == {"input_tokens": usage["input_tokens"] + usage["cache_read_input_tokens"]}
-    error_of(await client.post(f"{PATH}/count_tokens", json=BODY))  # max_tokens is no field of it
+    error_of(await client.post(f"{PATH}/count_tokens", json=BODY))  # count_tokens has no field max_tokens
 
 
 async def test_edits_that_remove_nothing_change_nothing(client: httpx.AsyncClient) -> None:

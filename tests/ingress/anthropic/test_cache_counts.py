@@ -1,4 +1,4 @@
-"""Counts of tokens written to the prefix cache and read from it, in messages of a live engine."""
+"""Counts of prompt tokens written to and read from the prefix cache, in messages of a real engine."""
 
 from __future__ import annotations
 
@@ -43,7 +43,7 @@ def test_what_a_message_creates_the_next_one_reads(client: httpx.Client) -> None
     first = usage_of(client, body(text) | CACHED)
     assert first["cache_read_input_tokens"] == 0
     assert first["cache_creation_input_tokens"] > 50
-    assert 0 < first["input_tokens"] <= 16, "at most a block of the prompt is not kept"
+    assert 0 < first["input_tokens"] <= 16, "at most one block of the prompt is not cached"
     again = usage_of(client, body(text) | CACHED)
     assert again["cache_read_input_tokens"] == first["cache_creation_input_tokens"]
     assert again["cache_creation_input_tokens"] == 0

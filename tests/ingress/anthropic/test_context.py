@@ -1,4 +1,4 @@
-"""``context_management``: results of old tool uses are cleared as Anthropic's documentation says, and counted."""
+"""``context_management``: old tool results are cleared and counted as in Anthropic's documentation."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ NUM_USES = 6
 
 
 def conversation(**edit: Any) -> dict[str, Any]:
-    """Six uses of tools, ``read`` and ``list`` in turn, each with a result."""
+    """Six tool uses, of ``read`` and ``list`` in turn, each with a result."""
     messages: list[dict[str, Any]] = [{"role": "user", "content": "Look."}]
     for place in range(NUM_USES):
         use = {"type": "tool_use", "id": f"u{place}", "name": ("read", "list")[place % 2], "input": {"n": place}}
@@ -38,7 +38,7 @@ def tokens(value: int) -> dict[str, Any]:
 
 
 async def shown(client: httpx.AsyncClient, llm: FakeAsyncLLM, **edit: Any) -> tuple[list[int], list[Any], list[Any]]:
-    """The uses whose results were cleared, the arguments that the model sees, and the answer's applied edits."""
+    """The numbers of the cleared results, the arguments that the model sees, and the applied edits of the answer."""
     llm.rendered.clear()
     answer = await client.post(f"{PATH}?beta=true", json=conversation(**edit) | {"max_tokens": 5})
     assert answer.status_code == 200, answer.text
@@ -56,8 +56,8 @@ async def shown(client: httpx.AsyncClient, llm: FakeAsyncLLM, **edit: Any) -> tu
 @pytest.mark.parametrize(
     ("edit", "cleared"),
     [
-        ({}, []),  # 100,000 tokens
-        ({"trigger": tokens(1000)}, [0, 1, 2]),  # three are kept
+        ({}, []),  # default trigger: 100,000 tokens
+        ({"trigger": tokens(1000)}, [0, 1, 2]),  # three results are kept
         ({"trigger": uses(6)}, []),
         ({"trigger": uses(5)}, [0, 1, 2]),
         ({"trigger": uses(5), "keep": uses(0)}, [0, 1, 2, 3, 4, 5]),

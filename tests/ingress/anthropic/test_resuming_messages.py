@@ -1,4 +1,4 @@
-"""Streams of messages that are cut behind any event and gone on with by its id."""
+"""Streams of messages that are cut after any event and resumed with its id."""
 
 from __future__ import annotations
 
@@ -46,14 +46,17 @@ def stack() -> Iterator[Stack]:
 
 
 def events(stack: Stack, body: dict[str, Any], event_id: str = "", *, said: int) -> Told:
-    """(id, event) of each event of the answer of one ingress or the other, whose engine says SAID[said]."""
+    """(id, event) of each event of an answer from one of the two ingresses. The engines draw SAID[said]."""
     for engine in stack.engines:
         engine.first = said
     return [(event_id, orjson.loads(data)) for event_id, data in stack.events(PATH, body, event_id)]
 
 
 def joined(told: Told) -> dict[str, Any]:
-    """What a client makes of a stream, which must have a block's events in order and each of the others once."""
+    """The message as a client joins it from a stream.
+
+    Block events must be in order, and other events must come once.
+    """
     kinds = [event["type"] for _, event in told]
     once = [kind for kind in kinds if not kind.startswith("content_block")]
     assert once == ["message_start", "ping", "message_delta", "message_stop"]
@@ -92,7 +95,7 @@ def joined(told: Told) -> dict[str, Any]:
     return {"blocks": found, "stop": end["delta"], "output_tokens": end["usage"]["output_tokens"]}
 
 
-CUTS = st.lists(st.floats(0, 1), min_size=1, max_size=4)  # shares of the events that are still to come
+CUTS = st.lists(st.floats(0, 1), min_size=1, max_size=4)  # fractions of the remaining events
 
 
 @given(fields=st.sampled_from(BODIES), said=st.integers(0, len(SAID) - 1), luck=st.integers(), cuts=CUTS)
@@ -120,7 +123,7 @@ def test_every_event_is_a_place_to_go_on_from(stack: Stack) -> None:
     assert [kind for kind, _, _ in joined(undisturbed)["blocks"]].count("tool_use") == 2
     ids = [event_id for event_id, _ in undisturbed]
     assert all(len(event_id) <= 80 for event_id in ids)
-    assert len(set(ids)) == len(ids) - 1  # message_stop tells nothing more
+    assert len(set(ids)) == len(ids) - 1  # message_stop has the id of the event before it
     for place, event_id in enumerate(ids[:-2], 1):
         rest = events(stack, body, event_id, said=2)
         assert joined(undisturbed[:place] + rest) == joined(undisturbed)
@@ -137,7 +140,7 @@ def error_of(answer: httpx.Response, status: int) -> None:
 
 def test_ids_that_are_refused(stack: Stack) -> None:
     told = events(stack, BODY, said=0)
-    raw = base64.b64decode(told[3][0])  # that of the first text
+    raw = base64.b64decode(told[3][0])  # the id of the first text
 
     def refused(changed: bytes, status: int, **fields: Any) -> None:
         headers = {"last-event-id": base64.b64encode(changed).decode()}

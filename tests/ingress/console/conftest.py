@@ -1,4 +1,4 @@
-"""Fixtures: a stack of one engine, and a client of it."""
+"""Fixtures: a stack with one engine, and its client."""
 
 from __future__ import annotations
 

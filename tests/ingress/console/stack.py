@@ -1,4 +1,4 @@
-"""The whole stack of the front end over engines without a model, and reading of lives."""
+"""The whole front end with engines without a model, and readers of requests' records."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ SCHEMA = {"type": "json_schema", "json_schema": {"name": "one", "schema": {"type
 
 
 class Stack:
-    """The app over engines without a model, each of whose steps takes ``delay_s``."""
+    """The app with engines without a model. Each step of them takes ``delay_s``."""
 
     def __init__(self, num_engines: int = 1, delay_s: float = 0.0, **config: Any) -> None:
         self.config = Config.model_validate(SMALL | config)

@@ -49,7 +49,7 @@ async def test_a_preemption_is_named_with_who_caused_it() -> None:
         (taken,) = [one for one in part["events"] if one["event"] == "preempted"]
         (other,) = [life for life in lives if not life["preemptions"]]
         assert taken["by"] == other["parts"][0]["request_id"]
-        # The prompt's computation draws the first token, the second one that of what was lost another one.
+        # Computing the prompt draws the first token, and recomputing the lost blocks draws another one.
         assert [one["doing"] for one in part["steps"]] == ["prefill", "decode", "recompute", "decode"]
         assert sum(one["tokens"] for one in part["steps"] if one["doing"] == "decode") == 110 - 2
         assert "preemption" in [cause["cause"] for cause in victim["causes"][:2]]
@@ -67,7 +67,7 @@ async def test_a_cold_cache_beside_a_warm_one_is_named(monkeypatch: pytest.Monke
         router = stack.llm._router
         busy = router._engines[warm]
         await until(lambda: any(engine.blocks.told for engine in router._engines.values()))
-        busy.queued_tokens += 10**6  # so busy that computing the prompt elsewhere is quicker
+        busy.queued_tokens += 10**6  # so busy that computing the prompt on another engine is faster
         await api.post("/v1/completions", json=body, headers={"x-request-id": "cold"})
         busy.queued_tokens -= 10**6
         life = await life_of(api, "cold")

@@ -1,4 +1,4 @@
-"""The page at /console in a real Chromium: a chat, a stop, a waterfall, 2,000 rows, hostile texts, a wrong key."""
+"""The page /console in a real Chromium: a chat, a stop, a waterfall, 2,000 rows, hostile texts, a wrong key."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ from tests.ingress.test_real_llm import PROMPT, TEXT, ids_of
 
 pytestmark = [
     pytest.mark.skipif(CHROMIUM is None, reason="there is no Chromium"),
-    pytest.mark.filterwarnings("ignore"),  # aiohttp's and asyncio's, at the end of a browser
+    pytest.mark.filterwarnings("ignore"),  # warnings of aiohttp and asyncio when a browser ends
 ]
 
 HOSTILE = "<img src=x onerror=\"document.title='owned'\"><script>document.title='owned'</script>&amp;"
@@ -108,7 +108,7 @@ async def test_charts_show_what_was_before_the_page_was_opened(page: Page) -> No
     assert most["Tokens/s"] != "up to 0"
     assert most["KV cache usage"] != "up to 0 %"
     assert lines == {"Tokens/s": 1, "Sequences": 2, "KV cache usage": 1}
-    assert points >= 5  # four samples from before, and the page's own
+    assert points >= 5  # four earlier samples, and the page's own
     assert page.faults == []
 
 
@@ -198,7 +198,7 @@ async def test_two_thousand_rows_are_few_elements(page: Page) -> None:
         await page.run("document.querySelector('.lines').focus()")
         await page.press("Enter", code="Enter", windowsVirtualKeyCode=13)
         await page.until("location.hash === '#/requests/request-0042'")
-        await page.until("!!document.querySelector('#waterfall')")  # all of it was answered
+        await page.until("!!document.querySelector('#waterfall')")  # all requests for it were answered
     assert page.faults == []
 
 

@@ -1,4 +1,4 @@
-"""Whichever replica is asked: all answer, and those that do not are named."""
+"""All replicas answer a question to one of them, and those that do not answer are named."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ def desk(name: str) -> Desk:
 
 
 class Handle:
-    """A deployment's handle whose replicas are ``desks``; ``hang`` lets nobody answer."""
+    """A deployment's handle whose replicas are ``desks``. With ``hang`` no replica answers."""
 
     def __init__(self, *desks: Desk) -> None:
         self.desks: list[Desk | Exception] = list(desks)
@@ -69,7 +69,7 @@ async def test_who_does_not_answer_is_named(monkeypatch: pytest.MonkeyPatch) -> 
 
 
 async def test_a_request_of_the_replica_that_is_asked_to_end_it_counts_as_ended() -> None:
-    """The deployment's handle asks that replica once more, when the request has ended."""
+    """The deployment's handle also asks this replica, after the request has ended."""
     here, there = desk("a"), desk("b")
     with noted(here._llm.timelines, "mine", "", "/") as record:
         assert record is not None

@@ -1,4 +1,4 @@
-"""GET /v1/requests over the whole stack without a model: lives and their phases, who may see them, how one is ended."""
+"""GET /v1/requests over the whole stack without a model: records with phases, access to them, and ending a request."""
 
 from __future__ import annotations
 
@@ -142,7 +142,7 @@ async def test_a_trace_has_the_phases_as_slices(api: httpx.AsyncClient) -> None:
     assert error_of(await api.get("/v1/requests/mine", params={"format": "xml"}), 400)["param"] == "format"
 
 
-# ---------------------------------------------------------------- who may see what
+# ---------------------------------------------------------------- access
 
 
 @pytest.mark.parametrize(
@@ -267,7 +267,7 @@ async def test_the_history_is_what_was_seen_of_all_engines() -> None:
     before, during, after = told["samples"]
     assert [one["running"] for one in told["samples"]] == [0, 1, 0]
     assert before["generation_tokens"] == {"e0": 0, "e1": 0}
-    assert before["kv_usage"] == 0 < during["kv_usage"] <= 0.5  # of one engine of two
+    assert before["kv_usage"] == 0 < during["kv_usage"] <= 0.5  # one of two engines
     assert sum(after["generation_tokens"].values()) == 90
     assert before["at"] <= during["at"] <= after["at"] <= told["now"]
 

@@ -1,4 +1,4 @@
-"""The queue and the deadlines as clients meet them: 429 before anything is done, 504 for who waited too long."""
+"""The queue and the deadlines over HTTP: 429 before any work, and 504 after too long a wait."""
 
 from __future__ import annotations
 
@@ -59,7 +59,7 @@ async def test_a_prompt_that_does_not_fit_beside_others_is_not_rendered(
     assert (await client.post(path, json=body)).status_code == 200
     waiting.release()
     llm.max_model_len = 10_000
-    assert (await client.post(path, json=body | long)).status_code == 200, "alone it has nothing to wait for"
+    assert (await client.post(path, json=body | long)).status_code == 200, "alone it need not wait"
 
 
 async def test_choices_count_each(client: httpx.AsyncClient, llm: FakeAsyncLLM) -> None:
@@ -83,7 +83,7 @@ MANY: list[tuple[str, dict[str, Any]]] = [
 async def test_a_request_of_many_prompts_leaves_most_of_the_queue_to_others(
     client: httpx.AsyncClient, llm: FakeAsyncLLM, monkeypatch: pytest.MonkeyPatch, path: str, body: dict[str, Any]
 ) -> None:
-    """The fourth part of it waits at once, and the next prompt comes as one of these has begun."""
+    """Its prompts take a quarter of the queue. The next prompt is queued when one of these begins."""
     llm.admission._max_requests, step = 16, asyncio.Semaphore(0)
     begun, ended = 0, 0
 
@@ -209,7 +209,7 @@ def stack_body(place: int) -> dict[str, Any]:
 
 
 async def flooded(client: httpx.AsyncClient, place: int) -> int:
-    """The status of one request of the flood, whose answer must be the right one; the reference knows of no others."""
+    """The status of one request of the flood. A 200 must have the reference text."""
     body = stack_body(place)
     stream = place % 2 == 0
     answer = await client.post("/v1/completions", json=body | {"stream": stream})

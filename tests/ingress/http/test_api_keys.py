@@ -1,4 +1,4 @@
-"""API keys, origins and traces: who is let in, on which paths, and what is told of it."""
+"""API keys, origins and traces: who is admitted on which paths, and what is reported."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Bodies that come slowly, in part or never: they hold no place of others, and not for long what they have."""
+"""Bodies that arrive slowly, partly or never: they take no place of other requests, and lose their own in time."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ from tests.ingress.refused import error_of
 
 @asynccontextmanager
 async def silent(url: str, count: int, first: bytes = b"") -> AsyncIterator[list[asyncio.StreamReader]]:
-    """Connections that have announced a body and sent no more of it than ``first``."""
+    """Connections that have announced a body, and have sent only ``first`` of it."""
     host, port = url.removeprefix("http://").split(":")
     connections = [await asyncio.open_connection(host, int(port)) for _ in range(count)]
     head = f"POST /v1/completions HTTP/1.1\r\nhost: {host}\r\ncontent-type: application/json\r\n"
@@ -88,7 +88,7 @@ async def test_a_request_counts_once_its_body_is_there(llm: FakeAsyncLLM) -> Non
 
 
 class Sender:
-    """A client whose parts of a body arrive when the test says so."""
+    """A client that sends the parts of a body when the test says so."""
 
     def __init__(self, bodies: BodyReader) -> None:
         self._parts: asyncio.Queue[Message] = asyncio.Queue()

@@ -1,4 +1,4 @@
-"""What else operators, probes and people with a browser ask: /ping, /load, /docs, /metrics, rows of /v1/models."""
+"""Other endpoints for operators, probes and browsers: /ping, /load, /docs, /metrics, and /v1/models."""
 
 from __future__ import annotations
 
@@ -65,7 +65,7 @@ def resident_bytes() -> int:
 
 
 class Page(HTMLParser):
-    """What a page loads, and its scripts."""
+    """The addresses that a page loads, its ids and its tags."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -88,7 +88,7 @@ async def test_docs_is_a_page_of_this_server_alone(client: httpx.AsyncClient) ->
     assert page.loads == ["openapi.json"]
     assert "://" not in answer.text
     assert set(re.findall(r'getElementById\("(\w+)"\)', answer.text)) <= set(page.ids)
-    assert "innerHTML" not in answer.text, "what a server says of itself is text, never a part of the page"
+    assert "innerHTML" not in answer.text, "a server's text must never become HTML"
 
 
 async def test_docs_needs_no_key_and_what_it_asks_for_does(llm: FakeAsyncLLM, tmp_path: Path) -> None:

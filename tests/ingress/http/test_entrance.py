@@ -1,4 +1,4 @@
-"""Headers that Serve cannot handle do not reach it."""
+"""Headers that Serve cannot handle are removed before Serve."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ UNREADABLE = [
 STEERING = [(b"x-request-timeout-seconds", b"0.001"), (b"x-request-disconnect-disabled", b"?1")]
 
 
-@pytest.mark.filterwarnings("ignore")  # Ray warns when its modules are imported
+@pytest.mark.filterwarnings("ignore")  # importing Ray's modules gives a warning
 @pytest.mark.parametrize("in_replica", [True, False])
 async def test_serve_gets_no_header_that_it_fails_on(monkeypatch: pytest.MonkeyPatch, in_replica: bool) -> None:
     passed: list[Scope] = []

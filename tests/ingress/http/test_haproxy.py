@@ -1,4 +1,4 @@
-"""HAProxy as Ray configures and starts it, with what RayLM changes: its own answers, and clients that hang up."""
+"""HAProxy as Ray configures and starts it, with RayLM's changes: its own answers, and clients that disconnect."""
 
 from __future__ import annotations
 
@@ -28,28 +28,28 @@ from tests.serving import free_port
 Connection = tuple[asyncio.StreamReader, asyncio.StreamWriter]
 Connect = Callable[..., Awaitable[list[Connection]]]
 
-pytestmark = pytest.mark.filterwarnings("ignore")  # Ray warns when its modules are imported
+pytestmark = pytest.mark.filterwarnings("ignore")  # importing Ray's modules gives a warning
 
 BODY = b"x" * 400
 OWN = "RayLM's own"
 
 
 class Replica:
-    """A server that reads a request and notices when its client has gone: it never answers, or without an end."""
+    """A server that reads a request and notices when its client leaves. It never answers, or its answer never ends."""
 
     def __init__(self) -> None:
         self.asked, self.left = asyncio.Event(), asyncio.Event()
         self.head, self.begun = b"", asyncio.Event()
         self.port = free_port()
         self.ready = (b"503 Service Unavailable", b'{"error":{}}')
-        self.probes: list[bytes] = []  # but those that are HAProxy's own
+        self.probes: list[bytes] = []  # without HAProxy's own
         self.says_nothing = asyncio.Event()
         self._told = asyncio.Condition()
         self._times_told = 0
 
     async def told_haproxy(self, times: int = 2) -> None:
-        """Wait until HAProxy itself has asked so many times more whether it is ready, and has the answers."""
-        until = self._times_told + times + 1  # it asks once at a time: who asks again has the last answer
+        """Wait until HAProxy has asked ``times`` more times whether the replica is ready, and has the answers."""
+        until = self._times_told + times + 1  # it asks one at a time, so at a new question it has the last answer
         async with asyncio.timeout(300), self._told:
             await self._told.wait_for(lambda: self._times_told >= until)
 
@@ -98,9 +98,9 @@ async def replica() -> AsyncIterator[Replica]:
 async def haproxy(
     tmp_path: Path, replica: Replica, monkeypatch: pytest.MonkeyPatch, request: pytest.FixtureRequest
 ) -> AsyncIterator[Any]:
-    """Ray's object that runs HAProxy: below /up a replica, below /down none.
+    """Ray's object that runs HAProxy, with a replica behind /up and none behind /down.
 
-    A parameter is its environment, and limits that are not a second; OWN is RayLM's limit.
+    The parameter has its environment variables, and limits other than a second. OWN stands for RayLM's limit.
     """
     from ray.serve._private import haproxy as of_ray
     from ray.serve._private.haproxy import BackendConfig, HAProxyApi, HAProxyConfig, ServerConfig
@@ -108,7 +108,7 @@ async def haproxy(
 
     from raylm.ingress.http.haproxy import configure
 
-    monkeypatch.setattr(of_ray, "HAPROXY_CONFIG_TEMPLATE", of_ray.HAPROXY_CONFIG_TEMPLATE)  # as it was, afterwards
+    monkeypatch.setattr(of_ray, "HAPROXY_CONFIG_TEMPLATE", of_ray.HAPROXY_CONFIG_TEMPLATE)  # for the undo
     given = getattr(request, "param", {})
     for name in ("_HEAD_S", "_READER_S", "_KEPT_S"):
         if given.get(name) is not OWN:
@@ -151,7 +151,7 @@ async def test_what_it_answers_itself_has_the_envelope_of_both_apis(haproxy: Any
 async def test_a_client_that_waits_for_an_answer_keeps_its_connection(
     haproxy: Any, replica: Replica, apart: bool
 ) -> None:
-    """Longer than others keep theirs, whose limits begin later."""
+    """Longer than other connections whose limits begin later."""
     port = haproxy.cfg.http_options.port
     writer = await ask(port, replica, apart)
     later, idle = await asyncio.open_connection("127.0.0.1", port)
@@ -166,7 +166,7 @@ async def test_a_client_that_waits_for_an_answer_keeps_its_connection(
 @pytest.mark.parametrize("haproxy", [{"_READER_S": 3600}], indirect=True)
 @pytest.mark.parametrize("apart", [False, True])
 async def test_it_sees_a_client_hang_up_that_waits_for_an_answer(haproxy: Any, replica: Replica, apart: bool) -> None:
-    """All its limits for a client that has sent its request are an hour, so none of them ends the connection."""
+    """All limits for a client that has sent its request are an hour, so none of them ends the connection."""
     writer = await ask(haproxy.cfg.http_options.port, replica, apart)
     assert replica.head.lower().rpartition(b"x-forwarded-for: ")[2].startswith(b"127.0.0.1\r\n")
     writer.close()
@@ -188,11 +188,11 @@ async def test_a_connection_stays_open_for_as_long_as_aiohttp_uses_it_again(hapr
 
 
 async def test_a_replica_that_goes_without_a_word_is_noticed_by_tcp(haproxy: Any, replica: Replica) -> None:
-    """No other limit ends a stream from a node without power. Linux shows timer 2 where keep-alives are due."""
+    """No other limit ends a stream from a node without power. In /proc/net/tcp, timer 2 is a keep-alive timer."""
     writer = await ask(haproxy.cfg.http_options.port, replica, apart=False)
 
     def waits() -> list[float]:
-        """Seconds to the next keep-alive, of each connection from HAProxy to the replica that has one due."""
+        """Seconds to the next keep-alive of each connection from HAProxy to the replica that has a keep-alive timer."""
         rows = [line.split() for line in Path("/proc/net/tcp").read_text().splitlines()[1:]]
         open_ = [row[5].split(":") for row in rows if row[3] == "01" and row[2].endswith(f":{replica.port:04X}")]
         return [int(ticks, 16) / os.sysconf("SC_CLK_TCK") for kind, ticks in open_ if kind == "02"]
@@ -205,7 +205,7 @@ async def test_a_replica_that_goes_without_a_word_is_noticed_by_tcp(haproxy: Any
 
 
 async def test_a_replica_that_acknowledges_nothing_is_noticed_by_tcp(haproxy: Any) -> None:
-    """In tests/nodes/test_shared_state.py requests reach a node without power on open connections."""
+    """tests/nodes/test_shared_state.py tests it with open connections to a node without power."""
     lines = [line.split() for line in _config(haproxy).splitlines()]
     replicas = [line for line in lines if line[:2] == ["server", "replica"] and "check" in line]
     assert [line[line.index("tcp-ut") + 1] for line in replicas] == ["11s"] * 2
@@ -216,7 +216,7 @@ def _config(haproxy: Any) -> str:
 
 
 async def ask(port: int, replica: Replica, apart: bool) -> asyncio.StreamWriter:
-    """Send a request, its body ``apart`` from its head, and wait until the replica has all of it."""
+    """Send a request, with its body ``apart`` from its head, and wait until the replica has all of it."""
     _, writer = await asyncio.open_connection("127.0.0.1", port)
     writer.write(b"POST /up HTTP/1.1\r\nHost: x\r\nX-Forwarded-For: forged\r\nContent-Length: %d\r\n\r\n" % len(BODY))
     async with asyncio.timeout(300):
@@ -263,7 +263,7 @@ class Probing:
         self.client = httpx.AsyncClient(base_url=f"http://127.0.0.1:{haproxy.cfg.http_options.port}", timeout=300)
 
     async def until(self, own: bool, path: str = "/up/health") -> httpx.Response:
-        """The first answer that is HAProxy's own, or a replica's."""
+        """The first answer that comes from HAProxy itself (``own``), or else from a replica."""
         async with asyncio.timeout(300):
             while True:
                 self._replica.probes.clear()
@@ -330,7 +330,7 @@ HEALTH = b"GET /up/health HTTP/1.1\r\nHost: x\r\n\r\n"
 
 @pytest.fixture
 async def connect(haproxy: Any) -> AsyncIterator[Connect]:
-    """Opens connections, which are closed at the end; without those that are reset while they are opened."""
+    """Opens connections, and closes them at the end. Connections that are reset while they open are left out."""
     opened: list[Connection] = []
 
     async def connect(number: int, sent: bytes = b"", source: str = "127.0.0.1") -> list[Connection]:
@@ -348,7 +348,7 @@ async def connect(haproxy: Any) -> AsyncIterator[Connect]:
 
 
 async def ended(connection: Connection) -> bool:
-    """Whether HAProxy closes it; a test that waits for more fails by its own limit."""
+    """Wait until HAProxy closes the connection. A test that waits too long fails by its own limit."""
     with suppress(ConnectionResetError):
         while await connection[0].read(65536):
             pass
@@ -381,7 +381,7 @@ async def test_idle_connections_of_one_address_leave_places_for_others(
         base_url=f"http://127.0.0.1:{haproxy.cfg.http_options.port}", transport=transport
     ) as client:
         assert (await client.get("/up/health", headers=headers)).status_code == 200
-        async with asyncio.timeout(300):  # 40 of the 60 were not let in, the others go after a second
+        async with asyncio.timeout(300):  # 40 of the 60 were refused, the others are closed after a second
             assert all([await ended(connection) for connection in idle])
         assert (await client.get("/up/health", headers=headers)).status_code == 200
 
@@ -395,7 +395,7 @@ async def test_the_last_places_are_for_addresses_with_few_connections(
 ) -> None:
     replica.ready = b"200 OK", b'{"status":"ok"}'
     for source in ("127.0.0.2", "127.0.0.3"):
-        assert len(await connect(15, b"G", source)) == 15  # of 40 places, 30 are for all
+        assert len(await connect(15, b"G", source)) == 15  # 30 of 40 places are for all addresses
     few = await connect(8, HEALTH, "127.0.0.4")
     async with asyncio.timeout(300):
         assert [(await reader.readuntil(b" 200 "))[:9] for reader, _ in few] == [b"HTTP/1.1 "] * 8
@@ -404,7 +404,7 @@ async def test_the_last_places_are_for_addresses_with_few_connections(
 
 @pytest.fixture
 def many_files() -> Iterator[None]:
-    """As many files may be open as the system lets this process have, here and in HAProxy."""
+    """Raise this process's limit of open files, and HAProxy's, to the system's maximum."""
     before = resource.getrlimit(resource.RLIMIT_NOFILE)
     resource.setrlimit(resource.RLIMIT_NOFILE, (before[1], before[1]))
     yield
@@ -418,7 +418,7 @@ def many_files() -> Iterator[None]:
 async def test_ten_thousand_idle_connections_of_one_address_keep_nobody_out(
     haproxy: Any, connect: Connect, replica: Replica, sent: bytes
 ) -> None:
-    """None of them leaves in the meantime. Prints the slowest answer to a probe of another address."""
+    """No connection ends in the meantime. Prints the slowest answer to a probe from another address."""
     replica.ready, headers = (b"200 OK", b'{"status":"ok"}'), {"host": "x", "connection": "close"}
     all_there, seconds = asyncio.Event(), []
     transport = httpx.AsyncHTTPTransport(local_address="127.0.0.2")
@@ -443,7 +443,7 @@ async def test_ten_thousand_idle_connections_of_one_address_keep_nobody_out(
 
 
 async def refused(connection: Connection) -> bool:
-    """Whether nothing was answered."""
+    """Whether the connection ends without an answer."""
     try:
         return not await connection[0].read(64)
     except ConnectionResetError:
@@ -482,7 +482,7 @@ def files(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 def test_the_directories_of_its_files_are_made_for_this_user_alone(files: Path) -> None:
     own_directories("node")
     assert [stat.S_IMODE(path.stat().st_mode) for path in (files, files / "node")] == [0o700, 0o700]
-    files.chmod(0o755)  # as Serve makes it
+    files.chmod(0o755)  # the mode that Serve gives it
     (files / "node").chmod(0o755)
     own_directories("node")
     assert stat.S_IMODE((files / "node").stat().st_mode) == 0o700
@@ -564,7 +564,7 @@ def test_variables_that_a_file_lacks_are_named(monkeypatch: pytest.MonkeyPatch) 
 
 
 def test_serves_controller_and_proxies_import_little() -> None:
-    """They import these before anything is served; the knobs and the endpoints would take 0.1 s of a core each."""
+    """They import these modules before serving. The knobs and the endpoints would take 0.1 s of a core each."""
     ask = (
         "import sys; from raylm.ingress import configure_controller, serve_middlewares; "
         "print(*(name for name in sys.modules if name.startswith('raylm.')))"

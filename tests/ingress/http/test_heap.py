@@ -1,4 +1,4 @@
-"""Memory of an ingress after large answers: what they took is given back."""
+"""The memory that an ingress allocates for large answers returns to the system."""
 
 from __future__ import annotations
 
@@ -53,7 +53,7 @@ async def test_a_large_answer_of_small_parts_takes_no_more_than_its_bytes() -> N
     finally:
         tracemalloc.stop()
     assert sum(map(len, pieces)) > 1_000_000
-    assert peak < 6 * answer._PIECE_BYTES, "an object for each part takes thirty bytes for one"
+    assert peak < 6 * answer._PIECE_BYTES, "one object per part would take thirty times the memory"
 
 
 async def test_the_heap_is_trimmed_once_behind_many_bytes() -> None:
@@ -69,12 +69,12 @@ async def test_the_heap_is_trimmed_once_behind_many_bytes() -> None:
     assert await asyncio.to_thread(done.wait, 30)
     assert len(calls) == 1
     heap.carried(TRIM_AFTER_BYTES - 1)
-    assert not heap._is_due, "counted anew"
+    assert not heap._is_due, "the count starts again"
 
 
 @pytest.mark.skipif(platform.libc_ver()[0] != "glibc", reason="other C libraries have other heaps")
 def test_the_heaps_of_threads_keep_nothing_large() -> None:
-    """128 MiB in four threads."""
+    """Four threads allocate 128 MiB."""
     done = subprocess.run([sys.executable, "-c", THREADS], capture_output=True, text=True, check=True)
     assert float(done.stdout) < 16
 
@@ -89,13 +89,13 @@ async def test_garbage_is_collected_once_no_request_is_open(monkeypatch: pytest.
     heap.carried(TRIM_AFTER_BYTES)
     async with asyncio.timeout(30):
         await trimmed.wait()
-    assert not collected.is_set(), "a request is open, and would wait"
+    assert not collected.is_set(), "no collection while a request is open"
     heap.carried(0)
     async with asyncio.timeout(30):
         await collected.wait()
     heap.opened()
     heap.carried(0)
-    assert not heap._is_due, "nothing large was carried since"
+    assert not heap._is_due, "no large answer since then"
 
 
 async def test_bodies_and_answers_count(client: httpx.AsyncClient, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -109,5 +109,5 @@ async def test_bodies_and_answers_count(client: httpx.AsyncClient, monkeypatch: 
 
 @pytest.mark.long
 def test_two_hundred_of_the_largest_answers_of_each_kind_leave_no_memory() -> None:
-    """In a process of its own, which has the application and nothing else."""
+    """Measured in a process that contains only the application."""
     subprocess.run([sys.executable, "-m", "benchmarks.http.answer_memory", "--check"], check=True)

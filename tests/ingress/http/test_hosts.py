@@ -1,4 +1,4 @@
-"""Which Host headers a server answers."""
+"""The Host headers to which a server answers."""
 
 from __future__ import annotations
 
@@ -77,12 +77,12 @@ async def test_a_server_on_other_addresses_answers_every_name_unless_some_are_se
     [
         ("127.0.0.1", None, 200),
         ("127.0.0.1", "127.0.0.1", 200),
-        ("10.0.0.2", "127.0.0.1", 200),  # HAProxy of a node, whose client is on that node
+        ("10.0.0.2", "127.0.0.1", 200),  # the HAProxy of a node, with a client on that node
         ("10.0.0.2", "9.9.9.9, ::1", 200),
         ("10.0.0.2", "10.0.0.3", 403),
         ("10.0.0.2", "127.0.0.1, 9.9.9.9", 403),
         ("10.0.0.2", None, 403),
-        ("10.0.0.9", "127.0.0.1", 403),  # no node, so it may say what it likes
+        ("10.0.0.9", "127.0.0.1", 403),  # not a node, so its header is not trusted
         ("127.0.0.1", "10.0.0.2", 403),
     ],
 )

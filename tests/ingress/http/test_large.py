@@ -1,4 +1,4 @@
-"""Large inputs and answers: what is counted before it is parsed, and what is written in pieces, says the same."""
+"""Large inputs are counted before they are parsed, and large answers in pieces equal answers in one piece."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ values = st.recursive(
 
 
 def elements(value: Any) -> int:
-    """Commas, colons and opening brackets that JSON puts around the parts of ``value``."""
+    """The number of commas, colons and opening brackets around the parts of ``value`` in JSON."""
     if isinstance(value, dict):
         return 1 + len(value) + max(0, len(value) - 1) + sum(map(elements, value.values()))
     if isinstance(value, list):
@@ -43,7 +43,7 @@ def test_elements_are_counted_outside_of_strings(value: Any) -> None:
 @given(st.binary(max_size=40))
 def test_any_bytes_can_be_counted(body: bytes) -> None:
     assert 0 <= json_body._count_elements(body) <= json_body._count_marks(body) <= len(body)
-    assert json_body._count_elements(b'{"a":"' + body) >= 2, "the brace and the colon in front stand outside of strings"
+    assert json_body._count_elements(b'{"a":"' + body) >= 2, "the first brace and colon are outside of strings"
 
 
 async def test_too_many_values_are_refused_before_they_are_parsed(client: httpx.AsyncClient) -> None:
@@ -68,7 +68,7 @@ with_pieces = st.recursive(
 
 
 def plain(value: Any) -> Any:
-    """``value`` with lists in place of Pieces, which stay as they are."""
+    """``value`` with lists in place of Pieces. Pieces are not consumed."""
     if isinstance(value, Pieces):
         value.values = list(value.values)
         return [plain(item) for item in value.values]

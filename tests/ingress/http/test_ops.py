@@ -1,4 +1,4 @@
-"""What operators see: readiness that agrees on all paths, answers counted without probes, and the access log."""
+"""Information for operators: the same readiness on all paths, counts of answers without probes, and the access log."""
 
 from __future__ import annotations
 
@@ -45,7 +45,7 @@ async def test_probes_are_not_among_the_answers(app: Starlette, client: httpx.As
     assert "raylm:http_answers_total{" not in (await client.get("/metrics")).text
     await client.get("/v1/models/health")
     counted = re.findall(r"raylm:http_answers_total\{.*status=\"(\d+)\"\} (\S+)", (await client.get("/metrics")).text)
-    assert counted == [("200", "1.0"), ("404", "1.0")]  # the first look at /metrics, and a model without a name
+    assert counted == [("200", "1.0"), ("404", "1.0")]  # the first request of /metrics, and a model without a name
 
 
 def logged(llm: FakeAsyncLLM, access_log: bool = True) -> Starlette:

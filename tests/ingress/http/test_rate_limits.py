@@ -1,4 +1,4 @@
-"""Limits of keys as clients meet them: which one it was, what is left, who may change what is served."""
+"""Key limits over HTTP: which limit was exceeded, what remains, and who may change what is served."""
 
 from __future__ import annotations
 
@@ -43,7 +43,7 @@ async def test_requests_of_a_minute_over_two_replicas(tmp_path: Path) -> None:
         error = error_of(refused, 429)
         assert (error["code"], error["type"]) == ("rate_limit_exceeded", "rate_limit_error")
         assert "'requests_per_minute' of 10" in error["message"]
-        assert 50 < int(refused.headers["retry-after"]) <= 61, "usage counts by second"
+        assert 50 < int(refused.headers["retry-after"]) <= 61, "usage is counted in whole seconds"
         assert {refused.headers[f"x-ratelimit-{what}-requests"] for what in ("limit", "remaining")} == {"10", "0"}
         assert (await one.post("/v1/completions", json=TEXT, headers=BOB)).status_code == 200
 
@@ -57,7 +57,7 @@ async def test_answers_of_a_limited_key_tell_where_it_stands(tmp_path: Path) -> 
             answer = await client.post(path, json=body, headers=ALICE)
             assert answer.headers["x-ratelimit-limit-requests"] == "5"
             assert 60 <= float(answer.headers["x-ratelimit-reset-requests"].removesuffix("s")) <= 61
-        assert answer.headers["x-ratelimit-remaining-requests"] == "2", "a request that is refused was one too"
+        assert answer.headers["x-ratelimit-remaining-requests"] == "2", "a refused request counts too"
         stream = await client.post("/v1/completions", json=TEXT | {"stream": True}, headers=ALICE)
         assert stream.headers["x-ratelimit-remaining-requests"] == "1"
         bob = await client.post("/v1/completions", json=TEXT, headers=BOB)
@@ -106,7 +106,7 @@ async def test_turns_are_kept_for_one_key_and_one_salt(tmp_path: Path) -> None:
                 assert (await client.post(path, json=body, headers=headers)).status_code == 200
         salted = said | {"cache_salt": "x"}
         assert (await client.post("/v1/chat/completions", json=salted, headers=ALICE)).status_code == 200
-    calls = len(bodies) + 1  # to make a response fit counts its tokens first
+    calls = len(bodies) + 1  # truncating a response first counts its tokens
     assert llm.owners == ["alice\n"] * calls + ["bob\n"] * calls + ["alice\nx"]
 
 

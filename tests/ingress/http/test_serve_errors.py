@@ -1,4 +1,4 @@
-"""What Serve answers in plain text gets OpenAI's envelope; what we answer passes untouched."""
+"""Plain-text errors of Serve get OpenAI's envelope. RayLM's own answers are not changed."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from starlette.types import ASGIApp
 
 from raylm.ingress import serve_middlewares
 
-pytestmark = pytest.mark.filterwarnings("ignore")  # Ray warns when its modules are imported
+pytestmark = pytest.mark.filterwarnings("ignore")  # importing Ray's modules gives a warning
 
 
 async def plain(request: Request) -> Response:

@@ -1,4 +1,4 @@
-"""What engines are told of how a request is to be served: whose it is, and what its headers ask for."""
+"""The service level that engines get with a request: its key, and the targets in its headers."""
 
 from __future__ import annotations
 
@@ -45,7 +45,7 @@ async def test_targets_and_time_limits(client: httpx.AsyncClient, llm: FakeAsync
     headers = {"x_raylm_ttft_ms": "250", "x_raylm_itl_ms": "40", "request_timeout_ms": "9000"}
     assert await told(client, llm, TEXT, **headers) == ServiceLevel(ttft_s=0.25, itl_s=0.04, timeout_s=9.0)
     assert (await told(client, llm, TEXT | {"stream": True}, **headers)).timeout_s is None, "a stream begins at once"
-    assert await told(client, llm, TEXT) == ServiceLevel(), "it was that request's alone"
+    assert await told(client, llm, TEXT) == ServiceLevel(), "only for that request"
 
 
 async def test_a_keys_targets_are_those_of_its_requests_that_name_none(tmp_path: Path) -> None:

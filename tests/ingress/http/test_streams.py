@@ -1,4 +1,4 @@
-"""Streams that do not go to plan: clients that hang up, engines that die, replicas that end, too many at once."""
+"""Disturbed streams: clients that disconnect, engines that die, replicas that stop, and too many streams at once."""
 
 from __future__ import annotations
 
@@ -119,7 +119,7 @@ async def test_the_head_waits_for_the_first_token(app: Starlette, llm: FakeAsync
 
         asking = asyncio.create_task(ask())
         await until(lambda: bool(llm.calls))
-        assert (await client.get("/health")).status_code == 200  # behind what would have been sent
+        assert (await client.get("/health")).status_code == 200  # any data would have been sent before this answer
         assert not begun.is_set()
         asking.cancel()
         await until(lambda: llm.calls[0].ended == "aborted")
@@ -163,7 +163,7 @@ async def test_a_stream_with_nothing_to_tell_is_kept_alive_and_says_the_same(
     waiting: str,
     open_outputs: int,
 ) -> None:
-    """While it waits for an engine as well as between two tokens."""
+    """While it waits for an engine, and between two tokens."""
     monkeypatch.setattr(event_stream, "KEEP_ALIVE_S", 0.01)
     llm.gate, llm.open_outputs = asyncio.Event(), open_outputs
     async with served(app) as url, httpx.AsyncClient(base_url=url) as client:
@@ -246,7 +246,7 @@ async def test_clients_of_openai_and_anthropic_leave_signs_of_life_out(
 
 
 async def open_when_told(llm: FakeAsyncLLM) -> None:
-    """Open each gate some signs of life after it was shut."""
+    """Open each closed gate after a few keep-alives."""
     while True:
         await asyncio.sleep(0.1)
         if llm.gate is not None:
@@ -318,8 +318,8 @@ async def test_a_drain_does_not_wait_for_a_client_that_reads_nothing(app: Starle
         writer.write(head.encode() + b"content-type: application/json\r\n\r\n" + body)
         await reader.readexactly(100)
         await until(lambda: held(app) == 1)
-        await asyncio.sleep(0.3)  # until the socket's buffers are full
-        async with asyncio.timeout(300):  # it would wait for ever
+        await asyncio.sleep(0.3)  # so that the socket's buffers are full
+        async with asyncio.timeout(300):  # without a limit it would wait forever
             await app.state.requests.drain(0.1)
         await until(lambda: held(app) == 0)
         assert llm.calls[0].ended == "aborted"

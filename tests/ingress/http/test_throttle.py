@@ -1,4 +1,4 @@
-"""A crowd passes a few at a time, in order, and others get their turn in between."""
+"""Throttle: many requests start a few per turn, in order, and other tasks run in between."""
 
 from __future__ import annotations
 
@@ -53,7 +53,7 @@ async def test_who_leaves_while_waiting_holds_up_nobody() -> None:
 async def test_alone_nobody_waits() -> None:
     throttle = Throttle()
     for _ in range(PER_TURN):
-        with pytest.raises(StopIteration):  # it ran to its end in one go
+        with pytest.raises(StopIteration):  # it ran without a pause
             throttle.enter().send(None)
 
 
@@ -76,7 +76,7 @@ async def test_probes_pass_by_a_crowd_at_the_entrance() -> None:
 
 
 class Connection:
-    """As uvicorn's: it holds the scope that it hands out, and is what the answer is sent to."""
+    """A connection like uvicorn's: it owns the scope and receives the answer."""
 
     def __init__(self, path: str, body: bytes) -> None:
         headers = [(b"content-type", b"application/json")]
@@ -108,7 +108,7 @@ class Connection:
 async def test_an_answered_request_is_freed_without_the_collector(
     app: Starlette, path: str, body: Any, status: int
 ) -> None:
-    """Rings of many requests pile up, and finding them is a stop that everybody waits for."""
+    """Reference cycles of many requests accumulate, and collecting them stops the event loop."""
     await asyncio.sleep(0)
     gc.disable()
     try:
@@ -118,7 +118,7 @@ async def test_an_answered_request_is_freed_without_the_collector(
         gone = weakref.ref(connection)
         del connection
         for _ in range(3):
-            await asyncio.sleep(0)  # what watched for its end goes too
+            await asyncio.sleep(0)  # tasks that watched for its end are freed too
         assert gone() is None
     finally:
         gc.enable()

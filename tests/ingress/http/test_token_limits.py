@@ -1,4 +1,4 @@
-"""`tokens_per_minute` over HTTP: batches count as one, and streams that go on do not count again."""
+"""`tokens_per_minute` over HTTP: all prompts of a request count, and a resumed stream does not count again."""
 
 from __future__ import annotations
 
@@ -39,7 +39,7 @@ async def limited(folder: Path, limit: int, parks: bool = False) -> AsyncIterato
 
 
 async def left(client: httpx.AsyncClient) -> int:
-    """What remains of the minute, less the 2 tokens that asking takes."""
+    """The remaining tokens of the minute, without the 2 tokens of this request itself."""
     body = {"model": "embedded", "prompt": [5], "max_tokens": 1}
     answer = await client.post("/v1/completions", json=body, headers=ALICE)
     assert answer.status_code == 200, answer.text
@@ -58,7 +58,7 @@ async def test_a_batch_that_never_fits_is_refused_as_a_whole_and_takes_nothing(t
         assert error_of(await client.post("/v1/completions", json=fits, headers=ALICE), 429)["code"] == (
             "rate_limit_exceeded"
         )
-        assert await left(client) == 96, "what was refused took nothing"
+        assert await left(client) == 96, "a refused request takes no tokens"
 
 
 async def test_vectors_that_never_fit_take_nothing(tmp_path: Path) -> None:
@@ -79,8 +79,8 @@ async def test_a_stream_that_goes_on_counts_for_the_rest_alone(tmp_path: Path) -
             again = await client.post("/v1/completions", json=body, headers=ALICE | {"last-event-id": event_id})
             assert again.status_code == 200, again.text
         rest = await left(client)
-        assert before - 2 - 60 < rest < before - 2, "half of the answer, and never its prompt"
-        for place in (-1, -2, -3, -4):  # counts that say that more was told
+        assert before - 2 - 60 < rest < before - 2, "only half of the answer, without its prompt"
+        for place in (-1, -2, -3, -4):  # forged counts of sent tokens
             forged = bytearray(base64.b64decode(ids[0]))
             forged[place] ^= 1
             headers = ALICE | {"last-event-id": base64.b64encode(forged).decode()}
@@ -93,7 +93,7 @@ async def test_a_stream_that_goes_on_counts_for_the_rest_alone(tmp_path: Path) -
 async def test_what_is_drawn_again_for_a_stream_counts_from_the_second_time_on(
     tmp_path: Path, logprobs: int | None
 ) -> None:
-    """The id of an event stays valid, and each use of it would be a free computation of all before it."""
+    """The id of an event stays valid. Each further use would otherwise compute all tokens before it for free."""
     async with limited(tmp_path, 2000) as client:
         body = {"model": "embedded", "prompt": [5] * 100, "max_tokens": 60, "stream": True, "seed": 2}
         body |= {"logprobs": logprobs, "stream_options": {"include_usage": True}}
@@ -103,7 +103,7 @@ async def test_what_is_drawn_again_for_a_stream_counts_from_the_second_time_on(
         before = await left(client)
         said = (await client.post("/v1/completions", json=body, headers=late)).text
         remaining = await left(client)
-        assert before - 60 < remaining, "the first time the rest alone"
+        assert before - 60 < remaining, "the first time only the rest counts"
         for _ in range(3):
             assert (await client.post("/v1/completions", json=body, headers=late)).text.count("data: ") > 1
             assert await left(client) == remaining - tokens - 2
@@ -113,7 +113,7 @@ async def test_what_is_drawn_again_for_a_stream_counts_from_the_second_time_on(
             remaining = await left(client)
         refused = await client.post("/v1/completions", json=body, headers=late)
         assert error_of(refused, 429)["code"] == "rate_limit_exceeded"
-        assert await left(client) == remaining - 2, "what was refused took nothing"
+        assert await left(client) == remaining - 2, "a refused request takes no tokens"
     assert "[DONE]" in said
 
 
@@ -125,4 +125,4 @@ async def test_what_engines_still_have_of_a_stream_never_counts_again(tmp_path: 
         remaining = await left(client)
         for _ in range(20):
             assert (await client.post("/v1/completions", json=body, headers=late)).status_code == 200
-        assert await left(client) > remaining - 20 * 60, "the rest alone, and never the prompt of 100"
+        assert await left(client) > remaining - 20 * 60, "only the rest counts, without the prompt of 100 tokens"

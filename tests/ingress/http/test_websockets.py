@@ -1,4 +1,4 @@
-"""An upgrade to a WebSocket is refused as a request is, and nothing fails."""
+"""A WebSocket upgrade is refused like a request, without an internal error."""
 
 from __future__ import annotations
 

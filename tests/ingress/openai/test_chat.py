@@ -1,4 +1,4 @@
-"""Chat completions: what a client reads, whole and streamed, and what the engine and the template are given."""
+"""Chat completions: the client's answer, whole and streamed, and the inputs of the engine and the template."""
 
 from __future__ import annotations
 
@@ -91,7 +91,7 @@ async def test_continuous_usage_counts_up_to_the_whole(client: httpx.AsyncClient
     chunks = await stream(client, stream_options={"include_usage": True, "continuous_usage_stats": True})
     counts = [c["usage"]["completion_tokens"] for c in chunks]
     assert counts == sorted(counts)
-    assert counts[0] == 0, "no token has come with the role"
+    assert counts[0] == 0, "the first chunk has the role and no token"
     assert chunks[-2]["usage"] == chunks[-1]["usage"] == (await post(client))["usage"]
     assert chunks[-2]["choices"]
 

@@ -22,7 +22,7 @@ async def post(client: httpx.AsyncClient, **fields: Any) -> Any:
 
 
 async def streamed_choices(client: httpx.AsyncClient, **fields: Any) -> dict[int, dict[str, Any]]:
-    """The choices of a stream put together again."""
+    """The choices of a stream, joined."""
     answer = await client.post(PATH, json=TEXT | {"stream": True} | fields)
     assert answer.status_code == 200, answer.text
     *chunks, done = events(answer.text)
@@ -77,7 +77,7 @@ async def test_usage_sums_over_prompts_and_choices(client: httpx.AsyncClient) ->
 
 async def test_default_length_is_openais(client: httpx.AsyncClient, llm: FakeAsyncLLM) -> None:
     await post(client)
-    llm.default_max_tokens = 40  # the checkpoint's, which generate knows
+    llm.default_max_tokens = 40  # the checkpoint's default, which generate applies
     await post(client)
     await post(client, max_tokens=5)
     assert [call.params.max_tokens for call in llm.calls] == [16, None, 5]

@@ -1,4 +1,4 @@
-"""/v1/embeddings, /score and /rerank over a fake AsyncLLM: forms of input, encodings, orders, refusals."""
+"""/v1/embeddings, /score and /rerank with a fake AsyncLLM: forms of input, encodings, orders, refusals."""
 
 from __future__ import annotations
 
@@ -138,7 +138,7 @@ async def test_refusals(client: httpx.AsyncClient, path: str, fields: dict[str, 
 
 
 async def test_the_official_client(app: Starlette, llm: FakeAsyncLLM) -> None:
-    """Its default is base64, which it unpacks itself."""
+    """The client requests base64 by default, and decodes it."""
     async with served(app) as url, openai.AsyncOpenAI(base_url=f"{url}/v1", api_key="none", max_retries=0) as api:
         answer = await api.embeddings.create(model=MODEL, input=["a", "z"])
         assert answer.data[1].embedding == pytest.approx(vector_of(ord("z")), abs=1e-7)

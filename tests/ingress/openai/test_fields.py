@@ -1,4 +1,4 @@
-"""The machinery of bodies: unions told apart by a field or by type, rules of objects, and the paths in refusals."""
+"""Parsing of bodies: unions selected by a field or by type, rules of objects, and paths in errors."""
 
 from __future__ import annotations
 
@@ -80,7 +80,7 @@ def test_what_is_right_stays_as_it_is() -> None:
 
 
 def num_errors(body: type[Body], data: dict[str, Any]) -> int:
-    """How many errors pydantic makes, all in one call that no other thread runs beside."""
+    """The number of errors that pydantic creates in one call, which blocks all other threads."""
     with pytest.raises(ValidationError) as caught:
         body.model_validate(data)
     return caught.value.error_count()
@@ -94,7 +94,7 @@ def num_errors(body: type[Body], data: dict[str, Any]) -> int:
     ],
 )
 def test_many_unknown_fields_are_refused_without_looking_at_each(wrong: dict[str, Any], param: str) -> None:
-    """pydantic would make an error of every one of them, in a call that nothing else can run beside."""
+    """pydantic would create an error for each field, in one call that blocks all other threads."""
     holder = wrong["pen"] if param == "pen" else wrong["shapes"][0]
     holder |= {f"x{i}": 1 for i in range(200_000)}
     with pytest.raises(InvalidRequestError, match="at most") as caught:

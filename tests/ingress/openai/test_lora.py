@@ -1,4 +1,4 @@
-"""LoRA adapters over HTTP: loaded, listed, chosen by `model`, unloaded, by the clients' own bodies."""
+"""LoRA adapters over HTTP: loaded, listed, selected by `model`, and unloaded, with the bodies of known clients."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The official client against a real server: what it parses, streams and raises."""
+"""The official client with a real server: what it parses, streams and raises."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Every answer and every chunk against OpenAI's own specification."""
+"""Every answer and every chunk conforms to OpenAI's own specification."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ SPEC = json.loads((Path(__file__).parents[2] / "data" / "openai_schemas.json").r
 
 
 def check(value: Any, name: str) -> None:
-    """Fail with what ``value`` breaks of OpenAI's schema ``name``."""
+    """Fail if ``value`` does not conform to OpenAI's schema ``name``."""
     assert violations(value, name) == []
 
 

@@ -1,4 +1,4 @@
-"""Tool calls and thoughts over HTTP: OpenAI's discipline of deltas, its specification, and the official client."""
+"""Tool calls and reasoning over HTTP: OpenAI's rules for deltas, its specification, and the official client."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ def reply(llm: FakeAsyncLLM) -> None:
     llm.reply = TEXT
     llm.answer_format = AnswerFormat(
         reasoning=REASONING_PARSERS["think"],
-        thinking=ReasoningTokenIds(ord("<"), ord("/"), (), begun=False),  # the fake's tokens are bytes
+        thinking=ReasoningTokenIds(ord("<"), ord("/"), (), begun=False),  # a token of the fake is a byte
         tool_parser=TOOL_PARSERS["hermes"],
         tools={"get_weather": {}},
     )
@@ -46,7 +46,7 @@ async def test_whole(client: httpx.AsyncClient) -> None:
     assert (message["content"], message["reasoning"], message["reasoning_content"]) == ("I ask.", "Hm.", "Hm.")
     assert [json.loads(call["function"]["arguments"]) for call in message["tool_calls"]] == CALLS
     assert len(choice["logprobs"]["content"]) == len(TEXT) + 1
-    counted = len("think>\nHm.\n<")  # between the tokens that the fake takes for markers
+    counted = len("think>\nHm.\n<")  # the tokens between the bytes that act as markers
     assert answer["usage"]["completion_tokens_details"] == {"reasoning_tokens": counted}
 
 

@@ -1,4 +1,4 @@
-"""What bodies may leave out, and what is left out of them under ``ingress.unknown_fields: warn``."""
+"""Fields that a body may omit, and unknown fields that ``ingress.unknown_fields: warn`` ignores."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ TOOLS = [{"type": "function", "function": {"name": "f"}}]
 
 @pytest.fixture
 async def warning(llm: FakeAsyncLLM) -> AsyncIterator[httpx.AsyncClient]:
-    """A client of the app that leaves unknown fields out."""
+    """A client of the app that ignores unknown fields with a warning."""
     config = Config.model_validate({"ingress": {"unknown_fields": "warn"}})
     async with client_of(build_asgi_app(llm, config)) as found:  # type: ignore[arg-type]
         yield found
@@ -53,7 +53,7 @@ async def test_one_of_several_models_is_named(client: httpx.AsyncClient, llm: Fa
     assert "'model'" in message
     assert "'org/fake-model', 'mine'" in message
     tokens = await client.post("/tokenize", json={"prompt": "a"})
-    assert tokens.status_code == 200, "a tokenizer is that of all"
+    assert tokens.status_code == 200, "all served models have one tokenizer"
 
 
 async def test_unknown_fields_are_left_out_and_told(
@@ -85,7 +85,7 @@ async def test_unknown_fields_are_left_out_and_told(
     assert texts[0] == texts[1]
     assert [record.getMessage().split()[5].rstrip(",") for record in caplog.records] == told
     await warning.post(CHAT_PATH, json=sent)
-    assert len(caplog.records) == len(told), "each name is told once"
+    assert len(caplog.records) == len(told), "each name is logged once"
 
 
 async def test_every_unserved_field_of_every_body_is_left_out(warning: httpx.AsyncClient, llm: FakeAsyncLLM) -> None:

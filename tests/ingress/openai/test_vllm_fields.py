@@ -1,4 +1,4 @@
-"""Fields that vLLM's clients send beyond OpenAI's: what they change in answers, whole and streamed."""
+"""Fields of vLLM's clients that OpenAI does not have, and their effects, whole and streamed."""
 
 from __future__ import annotations
 
@@ -48,16 +48,16 @@ async def test_reasoning_may_be_left_out(client: httpx.AsyncClient, llm: FakeAsy
         deltas = [chunk["choices"][0]["delta"] for chunk in await stream(client, include_reasoning=False)]
         assert not [delta for delta in deltas if delta.keys() & {"reasoning", "reasoning_content"}]
         assert "".join(delta.get("content") or "" for delta in deltas) == "I answer."
-        assert all(delta["content"] for delta in deltas[1:-1]), "a chunk of nothing"
+        assert all(delta["content"] for delta in deltas[1:-1]), "an empty chunk"
 
 
 async def test_reasoning_that_is_left_out_shows_in_no_token(client: httpx.AsyncClient, llm: FakeAsyncLLM) -> None:
     llm.reply = "<think>\nHm.\n</think>\n\nI answer."
-    thinking = ReasoningTokenIds(ord("<"), ord("/"), (), begun=False)  # here a token is a byte
+    thinking = ReasoningTokenIds(ord("<"), ord("/"), (), begun=False)  # a token of the fake is a byte
     llm.answer_format = AnswerFormat(reasoning=REASONING_PARSERS["think"], thinking=thinking)
     fields = {"logprobs": True, "return_token_ids": True}
     (whole,) = (await post(client, **fields, include_reasoning=True))["choices"]
-    assert whole["token_ids"][: len(llm.reply)] == list(llm.reply.encode()), "reasoning that is shown has its tokens"
+    assert whole["token_ids"][: len(llm.reply)] == list(llm.reply.encode()), "visible reasoning has its tokens"
     assert len(whole["logprobs"]["content"]) == len(whole["token_ids"])
     answer = whole["token_ids"][llm.reply.index("/") + 1 :]  # the tokens after the end marker
     (bare,) = (await post(client, **fields, include_reasoning=False))["choices"]
@@ -69,7 +69,7 @@ async def test_reasoning_that_is_left_out_shows_in_no_token(client: httpx.AsyncC
         assert [token_id for chunk in chunks for token_id in chunk.get("token_ids", ())] == answer
         entries = [entry for chunk in chunks for entry in (chunk["logprobs"] or {}).get("content", ())]
         assert entries == bare["logprobs"]["content"]
-        assert all(chunk["token_ids"] for chunk in chunks[1:-1]), "a chunk of nothing"
+        assert all(chunk["token_ids"] for chunk in chunks[1:-1]), "an empty chunk"
 
 
 async def test_tokens_are_shown_by_their_ids(client: httpx.AsyncClient, llm: FakeAsyncLLM) -> None:

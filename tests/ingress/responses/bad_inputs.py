@@ -1,4 +1,4 @@
-"""The table of bad inputs for /v1/responses and /v1/responses/compact."""
+"""The table of bad inputs to /v1/responses and /v1/responses/compact."""
 
 from __future__ import annotations
 

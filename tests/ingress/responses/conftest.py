@@ -1,4 +1,4 @@
-"""Where responses are stored, for tests of all stores: a file, or a schema in a Postgres server."""
+"""Places to store responses, for tests of all stores: a file, or a schema in a Postgres server."""
 
 from __future__ import annotations
 
@@ -17,19 +17,19 @@ from tests.postgres import Postgres, lacking
 
 @dataclass(frozen=True)
 class Place:
-    """The value of ``ingress.store``, and the application's name."""
+    """The value of ``ingress.store``, and the name of the application."""
 
     knob: str
     application: str
 
     def open(self, clock: Callable[[], float] | None = None) -> Database:
-        """A connection of its own, with the clock of the place by default."""
+        """A new connection. By default it uses the clock of the place."""
         if self.knob.startswith("postgresql"):
             return PostgresDatabase(self.knob, self.application, clock)
         return FileDatabase(self.knob, clock or time.time)
 
     def another(self) -> Place:
-        """An empty one of the same kind."""
+        """An empty place of the same kind."""
         knob = self.knob if self.knob.startswith("postgresql") else f"{self.knob}.{uuid.uuid4().hex}"
         return Place(knob, uuid.uuid4().hex)
 

@@ -1,4 +1,4 @@
-"""A server of the Model Context Protocol for tests, which notes what it is called with."""
+"""A Model Context Protocol server for tests, which records its calls."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from tests.ingress.harness import served
 
 @dataclass
 class Notes:
-    """``url`` of the server, the ``noted`` texts, which are its side effects, and the headers of each request.
+    """The server's ``url``, the ``noted`` texts (the side effects of calls), and the headers of each request.
 
     A call of ``note`` with the text ``wait`` ends when ``gate`` is set.
     """
@@ -73,7 +73,7 @@ async def mcp_server() -> AsyncIterator[Notes]:
     app, ends = server.streamable_http_app(), asyncio.Event()
     begun: asyncio.Future[str] = asyncio.get_running_loop().create_future()
 
-    async def serve() -> None:  # a task of its own, since a fixture may end in another task than it began in
+    async def serve() -> None:  # a separate task, because a fixture may end in another task than it began in
         async with server.session_manager.run(), served(_Noting(app, notes)) as url:
             begun.set_result(f"{url}/mcp")
             await ends.wait()

@@ -1,4 +1,4 @@
-"""What a response in the background holds: room in the queue, limits of its key, a record; wherever it is made."""
+"""Resources of a background response, on any replica: queue space, key limits, and a record of the request."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ TRACE = "00-0af7651916cd43dd8448eb211c80319c-b7ad6b7169203331-01"
 
 
 class Replica:
-    """An ingress with keys on the store in a file; its engine draws nothing unless it is a writing one."""
+    """An ingress with keys, on the store in a file. With ``writes`` its engine draws tokens."""
 
     def __init__(self, folder: Path, alice: str = "", *, writes: bool = False, **ingress: Any) -> None:
         (folder / "keys").write_text(f"alice: sk-alice {alice}\nbob: sk-bob\nroot: sk-root admin\n")
@@ -62,7 +62,7 @@ class Replica:
         return data
 
     async def lose_makers(self) -> None:
-        """As if whoever makes responses now were gone."""
+        """Expire the leases of all makers, as if they were lost."""
         database = self.responses._store._database
         gone = "UPDATE responses SET lease = lease - ?, maker = 'gone'"
         await self.responses._store._do(lambda: database.execute(gone, (2 * LEASE_S,)))
@@ -127,10 +127,10 @@ async def test_without_room_or_engines_a_queued_response_waits(tmp_path: Path) -
         response_id = (await one.create()).json()["id"]
         await until(lambda: len(one.engine.added) == 1)
         await one.lose_makers()
-        await one.responses.take_over_once()  # the only place is taken, by its own former maker
+        await one.responses.take_over_once()  # its former maker holds the only place
         await until(lambda: len(one.responses._background) == 1)
         assert len(one.engine.added) == 1
-        one.engine.say((one.engine.added[0].key, 0, [5], "stop"))  # it is another's, so nothing becomes of this
+        one.engine.say((one.engine.added[0].key, 0, [5], "stop"))  # another has it: no effect
         await until(lambda: not one.responses._background)
         assert (await one.client.get(f"{PATH}/{response_id}", headers=ALICE)).json()["status"] == "queued"
         await one.responses.take_over_once()
@@ -191,7 +191,7 @@ async def test_its_owner_sees_and_ends_a_response_in_the_background(tmp_path: Pa
         assert (await one.client.delete(f"/v1/requests/{line['id']}", headers=BOB)).status_code == 404
         assert (await one.client.delete(f"/v1/requests/{line['id']}", headers=ALICE)).status_code == 200
         found = await one.ended(response_id)
-        assert (found["status"], found["error"]) == ("cancelled", None), "as by POST /v1/responses/ID/cancel"
+        assert (found["status"], found["error"]) == ("cancelled", None), "as with POST /v1/responses/ID/cancel"
         await until(lambda: bool(one.engine.aborted))
         await until(lambda: not one.responses._background)
         assert not await one.responses._store.renew("other", 9)
@@ -206,7 +206,7 @@ async def test_a_prompt_that_no_minute_has_room_for_is_refused_at_once(tmp_path:
 
 
 async def test_a_response_that_is_taken_over_is_no_further_request(tmp_path: Path) -> None:
-    """However often: while there is no engine for it, its makers try again."""
+    """However often it is taken over while there is no engine for it."""
     limits = "requests_per_minute=2 concurrency=2"
     async with replica(tmp_path, limits) as first:
         response_id = (await first.create()).json()["id"]

@@ -1,4 +1,4 @@
-"""Responses in the background: followed while they are made, made again when their maker is gone, never told twice."""
+"""Background responses: followed while they are made, made again after the loss of their maker, no event twice."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ TOOLS = [{"type": "function", "name": "f", "parameters": {"type": "object"}}]
 
 
 class PausingEngine(WritingEngine):
-    """Says ``quota`` messages and then nothing, as if its ingress had been killed."""
+    """Sends ``quota`` messages and then nothing, as if its ingress had been killed."""
 
     def __init__(self, seed: int) -> None:
         super().__init__("e", Random(seed))
@@ -46,7 +46,7 @@ class PausingEngine(WritingEngine):
 
 
 class Replica:
-    """An ingress on a store, which may take over jobs at once."""
+    """An ingress on a store. It may take over jobs at once."""
 
     def __init__(self, place: Place | Path, seed: int = 0) -> None:
         place = place if isinstance(place, Place) else Place(str(place), "")
@@ -71,7 +71,7 @@ class Replica:
         return typed_events(text) if text else []
 
     async def end(self) -> None:
-        """As kill -9: nothing is put in order."""
+        """End like a killed process, without any cleanup."""
         for task in self.responses._background:
             task.cancel()
         self.responses._store._thread.shutdown()
@@ -91,7 +91,7 @@ async def end_leases(store: ResponseStore) -> None:
 
 
 async def status(client: httpx.AsyncClient, response_id: str) -> dict[str, Any]:
-    """The response, when it has ended."""
+    """The response after it has ended."""
     async with asyncio.timeout(300):
         while True:
             found: dict[str, Any] = (await client.get(f"{PATH}/{response_id}")).json()
@@ -102,7 +102,7 @@ async def status(client: httpx.AsyncClient, response_id: str) -> dict[str, Any]:
 
 
 def texts(events: list[dict[str, Any]]) -> dict[tuple[int, str], str]:
-    """What the deltas of each item come to."""
+    """The joined deltas of each item."""
     found: dict[tuple[int, str], str] = {}
     for event in events:
         if event["type"].endswith(".delta"):
@@ -153,7 +153,7 @@ async def test_a_response_is_followed_from_anywhere(place: Place) -> None:
 
 
 async def test_who_follows_a_response_does_not_read_its_record(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """It holds the whole conversation, and parsing it takes the event loop from others."""
+    """The record holds the whole conversation, and parsing it blocks the event loop."""
     async with replica(tmp_path / "store") as one:
         events = typed_events((await one.create(stream=True, seed=7)).text.replace(": waiting\n\n", ""))
         response_id = events[0]["response"]["id"]
@@ -190,7 +190,7 @@ async def test_a_lost_response_goes_on_elsewhere(place: Place, quota: int, seed:
             await asyncio.sleep(0.01)
         while not (found := store._database.execute("SELECT id FROM responses").fetchall()):  # noqa: ASYNC110
             await asyncio.sleep(0.01)
-        await first.responses._store._do(lambda: None)  # what came before it is kept
+        await first.responses._store._do(lambda: None)  # earlier writes are stored
     ((response_id,),) = found
     told = await store.follow("", response_id, -1) if quota else None
     if told is not None:
@@ -200,7 +200,7 @@ async def test_a_lost_response_goes_on_elsewhere(place: Place, quota: int, seed:
     await first.end()
     async with replica(place, seed=5) as second:
         await second.responses.take_over_once()
-        assert not second.engine.added  # the lease has not run out
+        assert not second.engine.added  # the lease has not expired
         second.engine.parks = True
         second.responses._store._database.execute("UPDATE responses SET lease = lease - ?", (2 * LEASE_S,))
         await second.responses.take_over_once()
@@ -209,7 +209,7 @@ async def test_a_lost_response_goes_on_elsewhere(place: Place, quota: int, seed:
     assert [event["sequence_number"] for event in heard] == list(range(len(heard)))
     assert [heard[0]["type"], heard[-1]["type"]] == ["response.created", "response.completed"]
     assert texts(heard) == texts(undisturbed)
-    assert heard[-1]["response"] == ended  # where it was done before, no one made it again
+    assert heard[-1]["response"] == ended  # a finished response is not made again
     for item, other in zip(ended["output"], whole["output"], strict=True):
         same = {"id", "call_id"}
         assert {k: v for k, v in item.items() if k not in same} == {k: v for k, v in other.items() if k not in same}
@@ -219,14 +219,14 @@ async def test_a_lost_response_goes_on_elsewhere(place: Place, quota: int, seed:
 
 
 async def test_what_was_lost_is_taken_over_by_exactly_one_of_two(place: Place) -> None:
-    """As when all processes were killed at once, and two ingresses start on the file that is left."""
+    """As if all processes were killed at once, and two ingresses start with the remaining file."""
     first = Replica(place)
     first.engine.quota = 0
     lost = [(await first.create(seed=seed, stream=None)).json()["id"] for seed in range(20)]
     await end_leases(first.responses._store)
     await first.end()
     async with replica(place, seed=2) as one, replica(place, seed=3) as other:
-        for _ in range(2):  # each takes some at a time
+        for _ in range(2):  # each call takes only some
             await asyncio.gather(one.responses.take_over_once(), other.responses.take_over_once())
         ended = [await status(one.client, response_id) for response_id in lost]
         assert [found["status"] for found in ended] == ["completed"] * 20
@@ -240,7 +240,7 @@ async def test_what_was_lost_is_taken_over_by_exactly_one_of_two(place: Place) -
 
 
 class LostStore(ResponseStore):
-    """One that is lost at each of the calls whose numbers are in ``at``, of those that keep something."""
+    """A store that fails at the writes with the numbers ``at``."""
 
     def __init__(self, path: str) -> None:
         super().__init__(FileDatabase(path))
@@ -253,7 +253,7 @@ class LostStore(ResponseStore):
             raise StoreLostError("The store was lost.")
 
     async def put(self, *args: Any) -> None:
-        await super().put(*args)  # it is carried out, and who asked does not hear of it
+        await super().put(*args)  # the write succeeds, but its caller gets an error
         self._lose()
 
     async def append(self, *args: Any) -> None:

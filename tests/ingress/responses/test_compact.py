@@ -1,4 +1,4 @@
-"""/v1/responses/compact: a summary of a conversation as one item, which stands for the conversation later."""
+"""/v1/responses/compact: a summary as one item, which replaces the conversation in later requests."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Conversations: items that are kept, listed, added by responses, and their owner's own."""
+"""Conversations: stored items, listed, extended by responses, and visible only to their owner."""
 
 from __future__ import annotations
 
@@ -172,7 +172,7 @@ async def test_refusals(client: httpx.AsyncClient) -> None:
     first = await post(client, "/v1/responses", **options, conversation=made["id"])
     both = {"conversation": made["id"], "previous_response_id": first["id"]}
     assert (await post(client, "/v1/responses", 400, **options, **both))["error"]["param"] == "conversation"
-    # without the conversation's items its answer would be another one
+    # Without the conversation's items the answer would be different.
     alone = {"previous_response_id": first["id"]}
     error = (await post(client, "/v1/responses", 400, **options, **alone))["error"]
     assert error["param"] == "previous_response_id"
@@ -250,13 +250,13 @@ async def test_the_least_recently_used_makes_room(place: Place) -> None:
     await store.put("", "r", record("x" * 1000))
     await store.create_conversation("", Conversation("b", "{}", 0), [])
     await store.create_conversation("other", Conversation("c", "{}", 0), [item("1")] * 1)
-    assert await store.items("", "a") is not None  # used later than the response
+    assert await store.items("", "a") is not None  # used more recently than the response
     await store.add_items("", ConversationTurn("b", [item("1"), item("2")]))
     assert await store.get("", "r") is None
     assert await store.conversation("", "a") is not None
     await store.add_items("", ConversationTurn("b", [item("3")]))
     assert await store.conversation("", "a") is None
-    for number in range(4, 9):  # its own beginning goes if nothing else is left
+    for number in range(4, 9):  # its own first items go when nothing else is left
         await store.add_items("", ConversationTurn("b", [item(str(number))]))
     kept = await store.page("", "b", None, 100, True)
     assert kept is not None

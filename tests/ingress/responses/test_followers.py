@@ -1,4 +1,4 @@
-"""Streams of stored responses that are followed count, by the key that follows them and in the replica."""
+"""Followed streams of stored responses count for the key that follows them, and in the replica."""
 
 from __future__ import annotations
 

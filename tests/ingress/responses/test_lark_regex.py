@@ -1,4 +1,4 @@
-"""Grammars in Lark as regular expressions: against texts and llguidance's own Lark, and refused by their reason."""
+"""Lark grammars as regular expressions, compared with example texts and llguidance's Lark, and reasons of refusals."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from llguidance import LLMatcher, LLTokenizer
 from raylm.ingress.responses.lark_regex import regex_of
 from raylm.ingress.responses.tools import callables
 
-# The shape of the grammar of an agent's tool that patches files.
+# A grammar like that of a coding agent's tool for patches.
 PATCH = r"""
 start: begin_patch environment? hunk+ end_patch
 begin_patch: "*** Begin Patch" LF
@@ -42,7 +42,7 @@ BYTES = LLTokenizer("byte")
 
 
 def accepts(grammar: str, text: str) -> bool:
-    """Whether llguidance takes the whole text."""
+    """Whether llguidance accepts the whole text."""
     matcher = LLMatcher(BYTES, grammar)
     assert not matcher.get_error(), matcher.get_error()
     tokens = BYTES.tokenize_str(text)
@@ -50,7 +50,7 @@ def accepts(grammar: str, text: str) -> bool:
 
 
 def schema_of(syntax: str, definition: str) -> str:
-    """The grammar of the arguments of the function that stands for a custom tool."""
+    """The grammar of the arguments of the function that represents a custom tool."""
     form = {"type": "grammar", "syntax": syntax, "definition": definition}
     (tool,) = callables([{"type": "custom", "name": "t", "format": form}])  # type: ignore[typeddict-item]
     return str(LLMatcher.grammar_from_json_schema(json.dumps(tool.as_function()["function"]["parameters"])))

@@ -1,4 +1,4 @@
-"""Tools of MCP servers, called for the model: items, events, approvals, refusals, calls that are made once."""
+"""Tools of MCP servers, called for the model: items, events, approvals, refusals, and no repeated calls."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ NOTE = ("notes__note", {"text": "once"})
 
 
 class PlayingEngine(PausingEngine):
-    """Makes the calls that the last line ``PLAY`` of the prompt names, turn by turn, and then says what it read."""
+    """Makes the calls in the prompt's last line ``PLAY``, turn by turn, and then repeats what it read."""
 
     def __init__(self, seed: int = 0) -> None:
         super().__init__(seed)
@@ -137,7 +137,7 @@ async def test_a_call_is_made_and_the_model_goes_on(replica: McpReplica, notes: 
 async def test_events_come_in_order(replica: McpReplica, notes: Notes) -> None:
     events = await stream(replica, input=play([NOTE, ("notes__read", {})]), tools=[tool(notes)])
     seen = [event["type"].removeprefix("response.") for event in events]
-    in_order = [kind for kind, before in zip(seen, ["", *seen], strict=False) if kind != before]  # deltas once
+    in_order = [kind for kind, before in zip(seen, ["", *seen], strict=False) if kind != before]  # merges deltas
     call = ["output_item.added", "mcp_call.in_progress", "mcp_call_arguments.delta", "mcp_call_arguments.done"]
     assert in_order == [
         "created", "in_progress",
@@ -335,7 +335,7 @@ async def test_the_official_client(replica: McpReplica, notes: Notes) -> None:
 
 
 def urls(url: str) -> list[str]:
-    """URLs that an operator who allowed ``url`` did not allow."""
+    """URLs that are not allowed if ``url`` is allowed."""
     base = url.removesuffix("/mcp")
     port = base.rpartition(":")[2]
     return [
@@ -428,7 +428,7 @@ async def test_a_server_that_does_not_list_its_tools_fails_the_request_by_name()
         assert (error["param"], error["code"]) == ("tools[0].server_url", "failed_dependency")
         assert "secret" not in error["message"]
         await replica.end()
-    replica = McpReplica(":memory:", notes)  # now nothing listens there
+    replica = McpReplica(":memory:", notes)  # from now on no server listens there
     error = (await create(replica, 424, input="Hi", tools=[tool(notes)]))["error"]
     assert "could not be reached" in error["message"]
     await replica.end()
@@ -457,7 +457,7 @@ async def lost(
     pause: tuple[int, int] | None = None,
     **fields: Any,
 ) -> list[dict[str, Any]]:
-    """The events of a background response whose first maker is killed ``when``; a second maker ends it."""
+    """The events of a background response whose first maker is killed ``when`` holds. A second maker completes it."""
     path = tmp_path / "store"
     first = McpReplica(path, notes, seed=1)
     first.playing.pause = pause

@@ -1,4 +1,4 @@
-"""Postgres as the store: what several stores hear of each other, and what they do while the server is away."""
+"""Postgres as the store: notifications between stores, and stores while the server is away."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ JOB: dict[str, Any] = {"job": b"job", "maker": "m"}
 
 @pytest.fixture
 def own() -> Iterator[Postgres]:
-    """A server that a test may end."""
+    """A server that the test may stop."""
     if (reason := lacking()) is not None:
         pytest.skip(reason)
     server = Postgres()
@@ -56,7 +56,7 @@ async def back(store: ResponseStore) -> None:
 async def test_what_one_store_writes_wakes_those_that_wait_at_another(
     postgres: Postgres, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Without it they would wait for FOLLOW_S, or for ever."""
+    """Otherwise they would wait for FOLLOW_S, or forever."""
     monkeypatch.setattr("raylm.ingress.responses.store.FOLLOW_S", 3600.0)
     application = uuid.uuid4().hex
     one, other = opened(postgres, application), opened(postgres, application)
@@ -65,7 +65,7 @@ async def test_what_one_store_writes_wakes_those_that_wait_at_another(
 
     async def follow(after: int) -> Any:
         while (found := await other.follow("me", "a", after)) == ([], "queued"):
-            pass  # it may wake when it begins to listen
+            pass  # it may wake when it starts to listen
         return found
 
     following = asyncio.create_task(follow(-1))
@@ -98,7 +98,7 @@ async def test_those_that_wait_hear_of_what_happened_while_the_server_was_away(o
 
 
 async def test_stores_that_write_at_the_same_time_count_every_byte(postgres: Postgres) -> None:
-    """Also where one makes room by dropping what the other uses."""
+    """Also if a store drops a response that another one uses."""
     application = uuid.uuid4().hex
     stores = [opened(postgres, application) for _ in range(3)]
     for store in stores:
@@ -134,7 +134,7 @@ async def test_an_ingress_that_falls_silent_while_it_writes_keeps_no_other_from_
     await asyncio.to_thread(writes.wait)
     await other.put("me", "a", record())
     goes_on.set()
-    await stuck  # it found its transaction ended, and began another
+    await stuck  # its transaction had ended, so it began another one
 
 
 async def test_without_the_server_calls_fail_and_go_on_when_it_is_back(
@@ -163,7 +163,7 @@ async def test_a_connection_that_the_server_closed_is_opened_again_unnoticed(own
 
 
 async def test_a_server_that_falls_silent_is_lost_within_a_limit(own: Postgres) -> None:
-    """Its machine acknowledges what is sent, so the connection itself never ends."""
+    """The server's machine acknowledges packets, so the connection itself never ends."""
     store = opened(own, "app")
     await store.put("me", "a", record("a"))
     own.freeze()
@@ -177,7 +177,7 @@ async def test_a_server_that_falls_silent_is_lost_within_a_limit(own: Postgres) 
 
 
 async def test_what_clients_see_of_a_server_that_is_away(own: Postgres) -> None:
-    """503 for what is stored, while other answers go on; and all of it again when the server is back."""
+    """Stored responses give 503 while other requests work. After the server is back, all requests work again."""
     assert (PostgresDatabase.answer_s or 99) < 5
     async with replica(Place(own.url, "app")) as one:
         stored = (await one.create(background=False)).json()
@@ -195,7 +195,7 @@ async def test_what_clients_see_of_a_server_that_is_away(own: Postgres) -> None:
 
 
 async def test_a_job_is_not_lost_because_the_server_was_away(own: Postgres, monkeypatch: pytest.MonkeyPatch) -> None:
-    """The first maker that reaches it again waits until the others can have renewed their jobs."""
+    """The first maker that reaches the server again waits until other makers can have renewed their jobs."""
     clock = [1000.0]
     one, other = (ResponseStore(PostgresDatabase(own.url, "app", lambda: clock[0])) for _ in range(2))
     await one.put("me", "a", record("", "queued"), **JOB)

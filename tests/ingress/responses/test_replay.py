@@ -1,4 +1,4 @@
-"""What a client sends back of responses: reasoning that is sealed, and references to items that are stored."""
+"""Items of earlier responses that a client sends back: encrypted reasoning, and references to stored items."""
 
 from __future__ import annotations
 
@@ -73,7 +73,7 @@ async def test_references_are_resolved(client: httpx.AsyncClient, llm: FakeAsync
     first = await create(client, input=[{"role": "user", "content": "One"}], tools=TOOLS)
     asked = (await client.get(f"{PATH}/{first['id']}/input_items")).json()["data"]
     references = [{"type": "item_reference", "id": item["id"]} for item in (*asked, *first["output"])]
-    references[-1].pop("type")  # it may be left out
+    references[-1].pop("type")  # the type may be omitted
     results = [
         {"type": "function_call_output", "call_id": item["call_id"], "output": "1"}
         for item in first["output"]

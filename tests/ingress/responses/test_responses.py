@@ -1,4 +1,4 @@
-"""/v1/responses over a fake AsyncLLM: items, events in order, the store, chains, the background, refusals."""
+"""/v1/responses with a fake AsyncLLM: items, ordered events, the store, chains, the background, refusals."""
 
 from __future__ import annotations
 
@@ -283,7 +283,7 @@ BAD: list[tuple[dict[str, Any], str]] = [
 @pytest.mark.parametrize(("fields", "param"), BAD)
 async def test_refusals(client: httpx.AsyncClient, llm: FakeAsyncLLM, fields: dict[str, Any], param: str) -> None:
     if fields.get("max_output_tokens") == 10**6:
-        llm.max_model_len = 3  # the fake looks at prompts alone
+        llm.max_model_len = 3  # the fake checks only the prompt
     assert error_of(await client.post(PATH, json=BODY | fields))["param"] == param
 
 

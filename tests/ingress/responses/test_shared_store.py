@@ -1,4 +1,4 @@
-"""The line to a store that is an actor: what does not answer is lost within a limit in time."""
+"""The connection to a store that is an actor: a store that does not answer is lost within a time limit."""
 
 from __future__ import annotations
 
@@ -11,11 +11,11 @@ import pytest
 from raylm.errors import StoreLostError
 from raylm.ingress.responses import shared_store
 
-pytestmark = pytest.mark.filterwarnings("ignore")  # Ray warns when its modules are imported
+pytestmark = pytest.mark.filterwarnings("ignore")  # importing Ray's modules gives a warning
 
 
 class Handle:
-    """Of a store whose node has no power: calls are neither answered nor refused."""
+    """The handle of a store whose node has no power: calls get no answer and no error."""
 
     def __init__(self) -> None:
         self.given_up: list[str] = []

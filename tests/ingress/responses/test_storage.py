@@ -1,4 +1,4 @@
-"""Where a store's file may be, and that one actor at a time owns it."""
+"""Allowed places of a store's file, and its single owner among the actors."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""ResponseStore: what is kept, for whom and how long, what a restart finds, and who makes what is not done."""
+"""ResponseStore: stored responses by owner and age, restarts, and the takeover of unfinished responses."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ from tests.ingress.responses.conftest import Place
 
 
 class Clock:
-    """Goes on when it is told to."""
+    """A clock that the test moves."""
 
     def __init__(self) -> None:
         self.now = 1_000_000.0
@@ -37,7 +37,7 @@ def record(text: str = "", status: str = "completed") -> bytes:
 
 
 async def kept(store: ResponseStore, names: str, owner: str = "") -> str:
-    """Which of the responses are there; looking at them does not make them used."""
+    """The responses that are stored. Looking at them does not count as use."""
     return "".join([name for name in names if store._row(owner, name, "id") is not None])
 
 
@@ -87,11 +87,11 @@ async def test_the_least_recently_used_goes_and_of_a_conversation_its_end(place:
     await store.put("", "f", record("x" * 400))
     assert await kept(store, "abcdef") == "def"
     await store.put("", "g", record("x" * 400))
-    assert await kept(store, "abcdefg") == "dfg"  # e, which is built on d, went before it
+    assert await kept(store, "abcdefg") == "dfg"  # e, which continues d, was dropped before it
     for name, before in zip("hij", "ghi", strict=True):
         await store.put("", name, record("x" * 400), before)
     assert await kept(store, "abcdefghij") == "hij"
-    assert await store.history("", "j") is None  # it has lost its beginning
+    assert await store.history("", "j") is None  # its first response is gone
 
 
 async def test_an_owner_who_stores_much_loses_their_own(place: Place) -> None:
@@ -120,7 +120,7 @@ async def test_the_old_goes(place: Place) -> None:
 
 async def test_any_history_of_puts_and_deletes_against_a_plain_model(place: Place) -> None:
     luck, store = Random(3), ResponseStore(place.open())
-    chains: dict[str, list[str]] = {}  # what is there, by what leads to it
+    chains: dict[str, list[str]] = {}  # stored responses with their predecessors
     for number in range(300):
         name, before = str(number), luck.choice([None, *chains])
         await store.put("", name, record(name), before)
@@ -153,14 +153,14 @@ async def test_jobs_survive_their_makers(place: Place) -> None:
     clock.now += LEASE_S - 1
     assert await store.renew("first", 9, ["a"]) == []
     clock.now += LEASE_S - 1
-    store = ResponseStore(place.open(clock))  # after the end of all processes
+    store = ResponseStore(place.open(clock))  # after all processes have ended
     assert await store.renew("second", 9) == []
     clock.now += LEASE_S
     assert await store.renew("second", 0) == []
     (lost,) = await store.renew("second", 9)
     assert (lost.owner, lost.response_id, lost.job, lost.last, lost.tokens) == ("me", "a", b"job", 6, 5)
     assert await store.renew("third", 9) == []
-    await store.append("a", "first", told(8, 7))  # who has been replaced is not heard
+    await store.append("a", "first", told(8, 7))  # a replaced maker's events are ignored
     await store.put("me", "a", record("stale"), None, None, "first", told(9, 9))
     found = await store.follow("me", "a", -1)
     assert found is not None
@@ -176,7 +176,7 @@ async def test_jobs_survive_their_makers(place: Place) -> None:
 
 
 async def test_each_lost_job_goes_to_exactly_one_of_those_that_ask(place: Place) -> None:
-    """Also where each of them has the database open by itself."""
+    """Also if each store has its own connection to the database."""
     clock = Clock()
     stores = [ResponseStore(place.open(clock)) for _ in range(4)]
     store = stores[0]
@@ -191,7 +191,7 @@ async def test_each_lost_job_goes_to_exactly_one_of_those_that_ask(place: Place)
 
 
 async def test_a_job_is_lost_that_its_maker_is_not_at_work_on(place: Place) -> None:
-    """Though the maker lives; and none is because the store itself was away."""
+    """Even if the maker lives. But no job is lost because the store itself was away."""
     clock = Clock()
     store = ResponseStore(place.open(clock))
     for name in "ab":
@@ -226,7 +226,7 @@ async def test_who_brings_down_its_makers_fails(place: Place) -> None:
     (event,) = orjson.loads(followed[0][0])
     assert (event["type"], event["sequence_number"], event["response"]) == ("response.failed", 2, response)
     await store.put("", "b", record("", "queued"), None, b"job", "0")
-    for number in range(2 * MOST_MAKERS):  # who ends in order brings nothing down
+    for number in range(2 * MOST_MAKERS):  # an orderly release is no failure
         await store.release("b", "another")
         assert await store.renew(str(number), 9) == []
         await store.release("b", str(number - 1) if number else "0")
@@ -241,7 +241,7 @@ async def test_its_files_are_for_their_user_alone(tmp_path: Path) -> None:
     store = ResponseStore(FileDatabase(store_path(str(path), "app")))
     await store.put("", "a", record())
     assert modes() == closed
-    for name in closed:  # as they were made before
+    for name in closed:  # the modes that older versions set
         os.chmod(tmp_path / name, 0o644)
     store_path(str(path), "app")
     assert modes() == closed
@@ -260,7 +260,7 @@ def test_where_the_file_lies(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) ->
 
 
 def counted(store: ResponseStore) -> None:
-    """What is counted as rows come and go is what the rows come to."""
+    """Check that the stored sizes equal the sizes of the rows."""
     rows = "SELECT owner, SUM(size) FROM responses GROUP BY owner ORDER BY owner"
     kept = "SELECT owner, size FROM owners WHERE size > 0 ORDER BY owner"
     assert (
@@ -329,7 +329,7 @@ async def test_a_put_writes_the_log_alone_and_another_thread_copies_it(tmp_path:
     await asyncio.to_thread(checkpoints.wait)
     assert path.stat().st_size > puts * 20_000
     await store.put("", "last", record())
-    assert log.stat().st_size < 2**20, "the log did not begin anew"
+    assert log.stat().st_size < 2**20, "the log must be truncated"
     assert await ResponseStore(FileDatabase(str(path))).get("", str(puts - 1)) == record("x" * 20_000)
     assert fault_of(path) is None
 
@@ -339,7 +339,7 @@ async def test_a_log_that_cannot_be_copied_beside_the_puts_is_copied_by_one(tmp_
     database = FileDatabase(str(path))
     store, checkpoints = ResponseStore(database), database.checkpoints
     checkpoints._thread.shutdown()
-    checkpoints._last = Future()  # never done
+    checkpoints._last = Future()  # it never completes
     for number in range(400):
         await store.put("", str(number), record("x" * 250_000))
     assert log.stat().st_size < 80 * 2**20
@@ -348,7 +348,7 @@ async def test_a_log_that_cannot_be_copied_beside_the_puts_is_copied_by_one(tmp_
 
 @pytest.mark.parametrize("bound", [2**30, 2**18])
 async def test_what_a_put_looks_at_does_not_grow_with_what_is_kept(bound: int) -> None:
-    """Counted in the virtual machine's steps of SQLite, also where each put drops another response."""
+    """Measured in steps of SQLite's virtual machine, also if each put drops another response."""
     steps = []
     for size in (500, 5_000):
         database = FileDatabase(MEMORY)
@@ -410,7 +410,7 @@ async def test_a_file_that_cannot_be_read_is_moved_aside(
     store = ResponseStore(FileDatabase(str(path)))
     await store.put("", "a", record())
     (aside,) = moved(path)
-    assert aside.read_bytes()[100:] == was[100:], "all but the header, which says WAL now"
+    assert aside.read_bytes()[100:] == was[100:], "all but the header, which has WAL mode now"
     assert path.stat().st_mode & 0o777 == 0o600
     (line,) = [entry.message for entry in caplog.records if "ingress.store" in entry.message]
     assert str(path) in line

@@ -170,7 +170,7 @@ async def test_what_a_client_says_of_itself_changes_nothing(client: httpx.AsyncC
 
 
 async def test_an_output_that_no_model_asked_for(client: httpx.AsyncClient, llm: FakeAsyncLLM) -> None:
-    """Codex hands over the objective of a goal in this form."""
+    """Codex sends the objective of a goal in this form."""
     output = {"type": "function_call_output", "name": "goal_objective", "namespace": "agent", "output": "Write."}
     made = await create(client, input=[{"role": "user", "content": "Hi"}, output], store=True)
     assert llm.rendered[-1].messages[-1] == {"role": "system", "content": "agent.goal_objective: Write."}
