@@ -34,8 +34,8 @@ class WritingEngine(PlayedEngine):
 
     ``first``, if given, replaces the seed.
 
-    If it ``parks``, it returns a random part of a parked sequence: all, some or nothing. With ``never_lost`` it returns
-    at least some.
+    If it ``parks``, it returns a random number of parked tokens of each sequence, or None. With ``never_lost`` it never
+    returns None.
     """
 
     def __init__(self, engine_id: str, random: Random, fingerprint: str = "fp_1") -> None:
