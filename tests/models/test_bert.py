@@ -1,4 +1,4 @@
-"""Embedding models and cross-encoders of BERT's kind against transformers, in any batch and for any chunks."""
+"""BERT's embedding models and cross-encoders equal transformers, in any batch and with any chunks."""
 
 from __future__ import annotations
 
@@ -41,7 +41,7 @@ def texts(number: int, seed: int = 0) -> list[str]:
 
 
 def bert(path: Path, name: str = "BertModel", pooling: str | None = None, **changes: Any) -> Path:
-    """A random checkpoint with a WordPiece tokenizer; weights, biases and norms are all drawn."""
+    """A random checkpoint with a WordPiece tokenizer. All weights, biases and norms are random."""
     torch.manual_seed(0)
     config = transformers.BertConfig(**SIZES, num_labels=1)
     model = getattr(transformers, name)(config)
@@ -88,7 +88,7 @@ def theirs(checkpoint: Path) -> tuple[Tokenizer, Any]:
 
 
 def wanted(checkpoint: Path, text: str) -> np.ndarray:
-    """transformers' vector, pooled as the checkpoint says: by default the mean, as in sentence-transformers."""
+    """transformers' vector, with the checkpoint's pooling. The default is the mean, as in sentence-transformers."""
     tokenizer, model = theirs(checkpoint)
     with torch.inference_mode():
         hidden = model(torch.tensor([tokenizer.encode(text).ids])).last_hidden_state[0].numpy()
@@ -100,7 +100,7 @@ def wanted(checkpoint: Path, text: str) -> np.ndarray:
 
 def test_vectors_are_those_of_transformers(checkpoint: Path, llm: LLM) -> None:
     given = texts(6, seed=1)
-    for _ in range(2):  # the second time the blocks are cached
+    for _ in range(2):  # in the second round the blocks are cached
         for text, vector in zip(given, llm.embed(given, progress=False), strict=True):
             reference = wanted(checkpoint, text)
             np.testing.assert_allclose(np.asarray(vector), reference, atol=2e-5)

@@ -1,4 +1,4 @@
-"""What is wrong with a checkpoint's files is told from their headers, in one line, without importing torch."""
+"""Errors in a checkpoint's files are found in their headers, in one line, without importing torch."""
 
 from __future__ import annotations
 
@@ -49,7 +49,7 @@ def cut(file: Path, count: int) -> None:
 
 
 def index(path: Path, file: object) -> None:
-    """An index that says that all weights are in ``file``; they lie beside the checkpoint's directory, too."""
+    """Write an index that says that all weights are in ``file``. A copy of them is outside of the directory."""
     shutil.copy(path / "model.safetensors", path.parent / "outside.safetensors")
     (path / "model.safetensors.index.json").write_text(json.dumps({"weight_map": {"model.norm.weight": file}}))
 
@@ -165,7 +165,7 @@ def test_a_decoder_is_refused_by_the_fields_name(path: Path, changes: dict[str, 
 @pytest.mark.parametrize("tied", [True, False])
 @pytest.mark.parametrize("biases", [True, False])
 def test_the_shapes_are_those_of_the_model(tmp_path: Path, architecture: str, tied: bool, biases: bool) -> None:
-    """Also where entries are left out."""
+    """Also if config.json omits entries."""
     switches = {"tie_word_embeddings": tied} | ({"attention_bias": True, "mlp_bias": True} if biases else {})
     (tmp_path / "config.json").write_text(json.dumps({"architectures": [architecture]} | SIZES | switches))
     checkpoint = Checkpoint(tmp_path)

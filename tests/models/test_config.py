@@ -1,4 +1,4 @@
-"""config.json means the same to our own decoder as to transformers, whatever it leaves out; the rest is refused."""
+"""Our own decoder reads config.json as transformers does, also missing entries. Unsupported ones are refused."""
 
 from __future__ import annotations
 
@@ -51,7 +51,7 @@ def configure(checkpoint: Checkpoint) -> DecoderConfig:
 
 
 def assert_same(checkpoint: Checkpoint) -> None:
-    """Compare with what transformers builds from the same file: its modules and its configuration."""
+    """Compare with transformers' modules and configuration for the same file."""
     hf = AutoConfig.from_pretrained(checkpoint.path)
     with torch.device("meta"):
         theirs = FAMILIES[hf.model_type](hf)

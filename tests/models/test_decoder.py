@@ -1,4 +1,4 @@
-"""Our own decoder's logits equal transformers' for every family and switch, in float32."""
+"""The logits of our own decoder equal transformers' for every family and option, in float32."""
 
 from __future__ import annotations
 
@@ -49,7 +49,7 @@ CASES: list[tuple[str, dict[str, Any]]] = [
 
 class WholeSequence:
     def __call__(self, spec: AttentionSpec, q: Tensor, k: Tensor | None = None, v: Tensor | None = None) -> Tensor:
-        """Attention over one whole sequence, spelled out."""
+        """Attention over one whole sequence, computed directly."""
         assert k is not None
         assert v is not None
         group = spec.num_heads // spec.num_kv_heads
@@ -60,7 +60,7 @@ class WholeSequence:
         return torch.einsum("hqk,khd->qhd", scores.masked_fill(~seen, float("-inf")).softmax(-1), v)
 
     def places(self, spec: AttentionSpec) -> None:
-        """Nowhere."""
+        """Store nothing."""
 
 
 attend = WholeSequence()

@@ -1,4 +1,4 @@
-"""GGUF files become the same models as the checkpoints that they are written from."""
+"""GGUF files are loaded as the same models as the checkpoints from which they are written."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ from tests.ranks import Apart
 from tests.worker.driver import Driver
 
 CPU = torch.device("cpu")
-WRITTEN = ("F32", "F16", "BF16", "Q8_0", "Q4_0", "Q4_1", "Q5_0", "Q5_1")  # what the package can quantize to
+WRITTEN = ("F32", "F16", "BF16", "Q8_0", "Q4_0", "Q4_1", "Q5_0", "Q5_1")  # types that the package can write
 BIASES = {
     "qwen2": {},
     "qwen3": {"attention_bias": True},
@@ -78,7 +78,7 @@ def gemma3(folder: Path) -> tuple[Path, Any]:
     with torch.no_grad():
         for name, parameter in model.named_parameters():
             if name.endswith("norm.weight"):
-                parameter.copy_(torch.randint(-50, 50, parameter.shape) / 128)  # one more is exact
+                parameter.copy_(torch.randint(-50, 50, parameter.shape) / 128)  # adding one is exact
     source = folder / "source"
     model.save_pretrained(source)
     make_checkpoint(folder / "other")
@@ -100,7 +100,7 @@ def test_gemma3_has_the_weights_of_its_checkpoint(tmp_path: Path) -> None:
 
 
 def blocks(kind: str, rows: int, inputs: int) -> np.ndarray[Any, Any]:
-    """Random blocks of a kind that the package cannot write: any bytes, but scales that are numbers."""
+    """Random blocks of a type that the package cannot write: random bytes, with valid scales."""
     size, nbytes = GGML_QUANT_SIZES[GGMLQuantizationType[kind]]
     found = np.random.default_rng(0).integers(0, 256, (rows * inputs // size, nbytes), np.uint8)
     scales = {"Q2_K": (-4, -2), "Q3_K": (-2,), "Q4_K": (0, 2), "Q5_K": (0, 2), "Q6_K": (-2,)}[kind]
@@ -146,7 +146,7 @@ def test_what_stays_quantized_has_the_values_of_its_blocks(kind: str) -> None:
 
 
 def plain(weight: Int4Weight | Int8Weight) -> torch.Tensor:
-    """The float32 values."""
+    """The dequantized weights in float32."""
     size = weight.values.shape[1] // weight.scales.shape[1]
     scales = weight.scales.repeat_interleave(size, 1)
     if weight.offsets is not None:
@@ -182,7 +182,7 @@ def test_parts_of_several_types_form_one_layer(kinds: dict[str, str]) -> None:
 def test_a_model_in_blocks_gives_about_the_logits_of_its_floats(
     tmp_path: Path, kind: str, family: str, tied: bool
 ) -> None:
-    """The inputs of its layers are rounded to 8 bits, and nothing else: rounding the weights again would be far off."""
+    """Only the inputs of its layers are rounded to 8 bits. Rounding the weights again would give larger errors."""
     source = make_checkpoint(tmp_path / "source", family, tie_word_embeddings=tied)
     file = make_gguf(source, tmp_path / "model.gguf", kind)
     kept, floats = loaded(file), loaded(file, quantization="none")
@@ -264,7 +264,7 @@ def test_a_model_in_parts_is_one_model(tmp_path: Path) -> None:
 
 
 def test_a_rank_reads_its_part(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(LlamaForCausalLM, "freeze", lambda *_: None)  # which packs weights in a way of its own
+    monkeypatch.setattr(LlamaForCausalLM, "freeze", lambda *_: None)  # freeze packs the weights
     source = make_checkpoint(tmp_path / "source")
     file = make_gguf(source, tmp_path / "model.gguf")
     of_file, of_checkpoint = (
@@ -276,7 +276,7 @@ def test_a_rank_reads_its_part(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) 
 
 @pytest.mark.parametrize("kind", ["F32", "Q8_0", "Q4_1"])
 def test_logits_are_those_of_transformers_on_the_same_file(tmp_path: Path, kind: str) -> None:
-    """transformers reads the file by its own code."""
+    """transformers reads the file with its own code."""
     source = make_checkpoint(tmp_path / "source", tie_word_embeddings=True)
     file = make_gguf(source, tmp_path / "model.gguf", kind)
     theirs = transformers.AutoModelForCausalLM.from_pretrained(tmp_path, gguf_file=file.name, dtype=torch.float32)

@@ -1,4 +1,4 @@
-"""Every linear kernel equals a float64 product, stacked parts land in their rows, and a fallback is said aloud."""
+"""Every linear kernel equals a float64 product, stacked parts get their rows, and a fallback is logged."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Weights arrive exactly, from one file or many; what is missing, unexpected or misshapen is named."""
+"""Weights are loaded exactly, from one or many files. Missing, unexpected and misshapen weights are named."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The layers of each stage, and what is read of a checkpoint for them."""
+"""The layers of each stage, and the parts of a checkpoint that are read for them."""
 
 from __future__ import annotations
 
@@ -62,7 +62,7 @@ def test_a_weight_of_no_stage_is_refused(tmp_path: Path) -> None:
 
 
 def test_a_missing_weight_is_refused_by_its_stage(tmp_path: Path) -> None:
-    """The whole checkpoint is checked before, as for one worker."""
+    """The whole checkpoint is checked first, as for one worker."""
     make_checkpoint(tmp_path, "llama", tokenizer=False, num_hidden_layers=4)
     file = tmp_path / "model.safetensors"
     stored = load_file(file)

@@ -1,4 +1,4 @@
-"""What ranks hold adds up to the whole: the plan, each layer over random shapes, and whole models over gloo."""
+"""The ranks' parts add up to the whole: the plan, each layer with random shapes, and whole models over gloo."""
 
 from __future__ import annotations
 
@@ -39,13 +39,13 @@ def test_the_plan_is_that_of_transformers(family: str) -> None:
     theirs |= {name: style.partition("_")[0] for name, style in model._tp_plan.items()}
     theirs = {name: style for name, style in theirs.items() if not style.startswith("replicated")}
     ours = {name: style for name, (style, _) in PLAN.items()}
-    assert ours.pop("embed_tokens") == "colwise"  # transformers keeps it whole
+    assert ours.pop("embed_tokens") == "colwise"  # transformers does not split it
     assert ours == theirs
 
 
 @st.composite
 def shapes(draw: st.DrawFn) -> tuple[int, dict[str, Any]]:
-    """(ranks, config.json) of a decoder that so many ranks can share."""
+    """(ranks, config.json) of a decoder that can be split between the ranks."""
     size = draw(st.sampled_from([2, 3, 4]))
     kv_heads = draw(st.sampled_from([1, size, 2 * size] + ([2] if size == 4 else [])))
     groups = draw(st.sampled_from([group for group in (1, 2, 3, 4) if kv_heads * group % size == 0]))
@@ -64,7 +64,7 @@ def shapes(draw: st.DrawFn) -> tuple[int, dict[str, Any]]:
 
 
 def write(path: Path, config: dict[str, Any], seed: int = 0) -> Checkpoint:
-    """A Llama checkpoint of random weights."""
+    """Write a Llama checkpoint with random weights."""
     (path / "config.json").write_text(json.dumps({"architectures": ["LlamaForCausalLM"]} | config))
     with torch.device("meta"):
         targets = model_class(Checkpoint(path)).from_checkpoint(Checkpoint(path), SINGLE_RANK).targets()
@@ -81,7 +81,7 @@ def load(checkpoint: Checkpoint, ranks: Ranks = SINGLE_RANK, dtype: torch.dtype 
 
 
 def parts_of(model: LlamaForCausalLM, tokens: Tensor, x: Tensor) -> dict[str, Tensor]:
-    """What each kind of layer gives: of all that exchange something, what is exchanged."""
+    """The output of each kind of layer. With isolated ranks, layers that exchange data return their own part of it."""
     layer = model.model.layers[0]
     assert model.rotary is not None
     return {
@@ -116,7 +116,7 @@ def test_a_rank_reads_its_part_of_the_checkpoint_alone(tmp_path: Path, monkeypat
     read: dict[str, int] = {}
 
     class Spy:
-        """An open file that notes how many numbers of each tensor are taken from it."""
+        """An open file that counts the numbers that are read of each tensor."""
 
         def __init__(self, *args: Any, **options: Any) -> None:
             self.file = safe_open(*args, **options)
@@ -261,7 +261,7 @@ def test_a_tensor_of_another_shape_is_named(tmp_path: Path) -> None:
 
 
 def test_a_quarter_of_70_billion_weights_takes_33_gib(tmp_path: Path) -> None:
-    """What configs/llama-3.3-70b-tp4.yaml says of a GPU's memory."""
+    """As configs/llama-3.3-70b-tp4.yaml says of a GPU's memory."""
     config = {"architectures": ["LlamaForCausalLM"], "vocab_size": 128256, "hidden_size": 8192,
               "intermediate_size": 28672, "num_hidden_layers": 80, "num_attention_heads": 64,
               "num_key_value_heads": 8}  # fmt: skip

@@ -1,6 +1,6 @@
-"""Experts by grouped products, in Triton's interpreter, equal experts one by one; test_kernels.py runs this.
+"""Grouped products of experts, in Triton's interpreter, equal products of one expert after the other.
 
-In float32 and float16: the interpreter computes bfloat16 wrongly.
+test_kernels.py runs this in float32 and float16, because the interpreter computes bfloat16 wrongly.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ def gate(gate_up: Tensor) -> Tensor:
 
 
 def one_by_one(x: Tensor, index: Tensor, weights: Tensor, gate_up: Tensor, down: Tensor) -> Tensor:
-    """Each token by itself, in float64."""
+    """The reference: each token alone, in float64."""
     out = torch.zeros(x.shape, dtype=torch.float64)
     for token, (chosen, shares) in enumerate(zip(index.tolist(), weights.double(), strict=True)):
         for expert, share in zip(chosen, shares, strict=True):
@@ -43,7 +43,7 @@ def one_by_one(x: Tensor, index: Tensor, weights: Tensor, gate_up: Tensor, down:
 def test_grouped_products_are_those_one_by_one(
     dtype: torch.dtype, bound: float, tokens: int, count: int, chosen: int, hidden: int, inner: int
 ) -> None:
-    """Few rows and many, more experts than rows, all experts of each token, sides that no tile divides."""
+    """Few and many rows, more experts than rows, all experts for each token, sizes that no tile divides."""
     draw = torch.Generator().manual_seed(tokens)
     x = torch.randn(tokens, hidden, generator=draw).to(dtype)
     gate_up = (torch.randn(count, 2 * inner, hidden, generator=draw) / hidden**0.5).to(dtype)
@@ -80,8 +80,8 @@ def test_there_are_never_more_tiles_than_are_launched() -> None:
 
 
 def test_a_tile_too_few_is_seen(monkeypatch: pytest.MonkeyPatch) -> None:
-    """The planted fault: the last tile is not launched."""
+    """A planted fault: the last tile is not launched."""
     monkeypatch.setattr(experts, "most_tiles", lambda *shape: most_tiles(*shape) - 1)
-    monkeypatch.setattr(torch.Tensor, "new_empty", torch.Tensor.new_zeros)  # what it leaves unwritten may be anything
+    monkeypatch.setattr(torch.Tensor, "new_empty", torch.Tensor.new_zeros)  # unwritten outputs are zero
     with pytest.raises(AssertionError):
         test_grouped_products_are_those_one_by_one(torch.float32, 1e-5, 1, 4, 2, 64, 32)

@@ -1,6 +1,6 @@
-"""Products of fp8 with scales by blocks, in Triton's interpreter, equal those with the floats they stand for.
+"""Products of fp8 weights with block scales, in Triton's interpreter, equal products of the dequantized weights.
 
-test_kernels.py runs this. In float32 and float16: the interpreter computes bfloat16 wrongly.
+test_kernels.py runs this in float32 and float16, because the interpreter computes bfloat16 wrongly.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ FP8 = torch.float8_e4m3fn
 
 
 def by_blocks(weight: Tensor, scales: Tensor, granule: int) -> Tensor:
-    """What the weights stand for, one by one."""
+    """The dequantized weights, computed one by one."""
     out = weight.double()
     for row in range(len(out)):
         for column in range(out.shape[1]):
@@ -29,7 +29,7 @@ def by_blocks(weight: Tensor, scales: Tensor, granule: int) -> Tensor:
     ("tokens", "outputs", "inputs", "granule"), [(1, 40, 128, 128), (5, 200, 384, 64), (70, 72, 256, 16)]
 )
 def test_a_product(dtype: torch.dtype, bound: float, tokens: int, outputs: int, inputs: int, granule: int) -> None:
-    """Runs of inputs differ by a factor of a thousand, and fp8 has each number when it is scaled by a power of two."""
+    """Groups of inputs differ by a factor of a thousand, but all inputs are exact in fp8 with a power-of-two scale."""
     draw = torch.Generator().manual_seed(tokens)
     x = torch.randint(-7, 8, (tokens, inputs), generator=draw).float()
     x[:, ::128] = 7
@@ -47,7 +47,7 @@ def test_a_product(dtype: torch.dtype, bound: float, tokens: int, outputs: int, 
 
 
 def test_scales_of_other_blocks_are_seen_and_there_may_be_no_rows() -> None:
-    """The planted fault: scales of the neighbouring outputs."""
+    """A planted fault: the scales of the neighbouring outputs."""
     x, weight = torch.ones(3, 256), torch.ones(128, 256).to(FP8)
     scales = torch.tensor([[1.0, 2.0], [4.0, 8.0]])
     assert Fp8BlocksLinear(weight, scales, 64, None)(x)[:, [0, 64]].tolist() == [[384.0, 1536.0]] * 3

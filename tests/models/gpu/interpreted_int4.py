@@ -1,6 +1,6 @@
-"""Products with 4-bit weights, in Triton's interpreter, equal those with the floats they stand for.
+"""Products with 4-bit weights, in Triton's interpreter, equal products of the dequantized weights.
 
-test_kernels.py runs this. In float32 and float16: the interpreter computes bfloat16 wrongly.
+test_kernels.py runs this in float32 and float16, because the interpreter computes bfloat16 wrongly.
 """
 
 from __future__ import annotations

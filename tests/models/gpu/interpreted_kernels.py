@@ -1,7 +1,7 @@
-"""The elementwise kernels in Triton's interpreter equal torch; test_kernels.py runs this.
+"""The elementwise kernels in Triton's interpreter equal torch.
 
-A process of its own, for the interpreter is chosen when triton is imported. In float32 and float16: the interpreter
-computes bfloat16 wrongly.
+test_kernels.py runs this in a separate process, because the interpreter is chosen when triton is imported. It uses
+float32 and float16, because the interpreter computes bfloat16 wrongly.
 """
 
 from __future__ import annotations
@@ -57,7 +57,7 @@ def test_silu_and_mul(dtype: torch.dtype, inner: int) -> None:
 @pytest.mark.parametrize(("heads", "kv_heads", "head_dim"), [(4, 2, 16), (8, 8, 80), (9, 1, 64)])
 @pytest.mark.parametrize("has_norm", [False, True])
 def test_rotate_and_write(dtype: torch.dtype, heads: int, kv_heads: int, head_dim: int, has_norm: bool) -> None:
-    """Slots that no token is written to stay as they are."""
+    """Slots without a new token do not change."""
     qkv = torch.randn(6, heads + 2 * kv_heads, head_dim, dtype=dtype)
     angles = torch.randn(6, 1, head_dim // 2)
     cos, sin = angles.cos().to(dtype), angles.sin().to(dtype)
@@ -77,10 +77,10 @@ def test_rotate_and_write(dtype: torch.dtype, heads: int, kv_heads: int, head_di
 
 
 def rounding_to_fp8(patch: pytest.MonkeyPatch) -> None:
-    """Let the interpreter round to fp8 by a search: its own cast loses what carries over into the exponent. What is
-    beyond the range becomes no number, as it does where nothing saturates.
+    """Let the interpreter round to fp8 by a search, because its own cast loses a carry into the exponent.
 
-    That a GPU rounds to the nearest, halves to the even one, is seen in the compiled kernel.
+    Values beyond the range become NaN, as in a cast without saturation. The compiled kernel shows that a GPU rounds to
+    the nearest value, and ties to the even one.
     """
     cast = InterpreterBuilder.create_fp_to_fp
 
@@ -95,12 +95,12 @@ def rounding_to_fp8(patch: pytest.MonkeyPatch) -> None:
 
 
 def test_keys_and_values_are_written_as_fp8(dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Over their scales, rounded to the nearest, at most 448; what is not a number stays none."""
+    """Divided by their scales, rounded to the nearest value, and at most 448. NaN stays NaN."""
     rounding_to_fp8(monkeypatch)
     heads, kv_heads, head_dim = 4, 2, 16
     qkv = (torch.randn(6, heads + 2 * kv_heads, head_dim) * torch.logspace(-3, 3, 6)[:, None, None]).to(dtype)
     qkv[0, heads, 3], qkv[1, heads + kv_heads, 9] = float("nan"), float("nan")
-    turns = torch.tensor([0, 1, 2, 3, 0, 1])[:, None, None].expand(6, 1, head_dim // 2)  # quarters, which are exact
+    turns = torch.tensor([0, 1, 2, 3, 0, 1])[:, None, None].expand(6, 1, head_dim // 2)  # exact quarter turns
     cos, sin = ((turns == 0).float() - (turns == 2).float()).to(dtype), ((turns == 1).float() - (turns == 3).float())
     slots = torch.tensor([17, 3, 40, 0, 8, 9])
     pools = [torch.full((48, kv_heads, head_dim), 7.0).to(FP8) for _ in range(2)]
@@ -123,10 +123,10 @@ def test_keys_and_values_are_written_as_fp8(dtype: torch.dtype, monkeypatch: pyt
 
 
 def test_rows_are_brought_to_fp8(dtype: torch.dtype) -> None:
-    """By a scale of their own, a row of zeros too.
+    """Each row gets its own scale, also a row of zeros.
 
-    Of numbers that fp8 has: the interpreter rounds others wrongly where they come to a power of two. That the GPU
-    rounds to the nearest is seen in the compiled kernel.
+    The values are exact in fp8, because the interpreter rounds wrongly up to a power of two. The compiled kernel shows
+    that a GPU rounds to the nearest value.
     """
     values = torch.randint(-7, 8, (5, 96)) * 2.0 ** torch.randint(-2, 7, (5, 96))
     values[:, 0], values[3] = 448, 0
@@ -139,13 +139,16 @@ def test_rows_are_brought_to_fp8(dtype: torch.dtype) -> None:
 
 
 def dropping_nan(patch: pytest.MonkeyPatch) -> None:
-    """Let ``tl.maximum`` and ``tl.minimum`` give the other number for NaN, as on a GPU; the interpreter keeps NaN."""
+    """Let ``tl.maximum`` and ``tl.minimum`` return the other number for NaN, as on a GPU.
+
+    The interpreter returns NaN.
+    """
     patch.setattr(InterpreterBuilder, "create_maxnumf", lambda self, a, b: self.binary_op(a, b, np.fmax))
     patch.setattr(InterpreterBuilder, "create_minnumf", lambda self, a, b: self.binary_op(a, b, np.fmin))
 
 
 def test_what_is_not_a_number_stays_none_in_rows_of_fp8(dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch) -> None:
-    """So that all products with that row are none, as in torch; the other rows are as they were."""
+    """All products with that row are NaN, as in torch. The other rows do not change."""
     rounding_to_fp8(monkeypatch)
     dropping_nan(monkeypatch)
     values = torch.full((3, 96), 448.0, dtype=dtype)

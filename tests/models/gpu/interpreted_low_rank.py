@@ -1,6 +1,6 @@
-"""LoRA adapters of many rows at once, in Triton's interpreter, equal one product after the other; see test_kernels.py.
+"""LoRA adapters of many rows at once, in Triton's interpreter, equal one product after the other.
 
-In float32 and float16: the interpreter computes bfloat16 wrongly.
+test_kernels.py runs this in float32 and float16, because the interpreter computes bfloat16 wrongly.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ INPUTS = 48
 
 
 class Model(nn.Module):
-    """Two linear layers of zeros, of three parts and of one."""
+    """Two linear layers with zero weights: one of three parts, and one of one part."""
 
     def __init__(self, dtype: torch.dtype) -> None:
         super().__init__()
@@ -39,7 +39,7 @@ class Model(nn.Module):
 
 
 def adapter(seed: int, dtype: torch.dtype) -> dict[str, LowRank]:
-    """Of parts that the seed chooses, each of a rank of its own."""
+    """An adapter for random parts, with a random rank for each."""
     draw = torch.Generator().manual_seed(seed)
     found = {}
     for parts in PARTS.values():
@@ -54,7 +54,7 @@ def adapter(seed: int, dtype: torch.dtype) -> dict[str, LowRank]:
 def run(
     cls: type[LowRankLayers], steps: list[list[tuple[int, int, int]]], dtype: torch.dtype, rounded: torch.dtype
 ) -> list[Tensor]:
-    """What all layers give in steps of 25 rows, inputs ``rounded``; a step is (adapter, first row, rows)."""
+    """The outputs of all layers in steps of 25 rows, with ``rounded`` inputs. A step is (adapter, first row, rows)."""
     model: Any = Model(dtype)
     layers = cls(model, dtype, CPU, LIMITS)
     packed = [layers.pack(adapter(seed, rounded)) for seed in range(4)]
@@ -67,7 +67,7 @@ def run(
 
 
 STEPS = [
-    [(0, 0, 1), (1, 1, 1), (2, 3, 2), (0, 6, 17)],  # one adapter twice, rows without one between and behind
+    [(0, 0, 1), (1, 1, 1), (2, 3, 2), (0, 6, 17)],  # an adapter twice, and rows without an adapter
     [],
     [(3, 0, 25)],
     [(3, 0, 25)],
@@ -87,7 +87,7 @@ def test_many_adapters_at_once_are_those_one_by_one(
     dtype: torch.dtype, bound: float, few: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(low_rank, "_FEW", few)
-    monkeypatch.setattr(low_rank, "_PIECE", 32)  # so that inputs are split
+    monkeypatch.setattr(low_rank, "_PIECE", 32)  # small, so that inputs are split
     reference = run(LowRankLayers, STEPS, torch.float32, dtype)
     for got, wanted in zip(run(GroupedLowRank, STEPS, dtype, dtype), reference, strict=True):
         assert float((got - wanted).abs().max()) <= bound * max(1.0, float(wanted.abs().max()))
@@ -95,7 +95,7 @@ def test_many_adapters_at_once_are_those_one_by_one(
 
 @pytest.mark.long
 def test_rows_in_the_wrong_order_are_seen(monkeypatch: pytest.MonkeyPatch) -> None:
-    """The planted fault: the rows of a step keep the order of the step before."""
+    """A planted fault: the rows of a step keep the order of the previous step."""
     begin = GroupedLowRank.begin
 
     def stale(self: GroupedLowRank, runs: list[AdapterRun]) -> None:

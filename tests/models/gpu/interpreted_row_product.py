@@ -1,4 +1,4 @@
-"""The product of one row in Triton's interpreter, beside torch's; test_kernels.py runs this in a process of its own."""
+"""The product of one row in Triton's interpreter, compared with torch. test_kernels.py runs this in another process."""
 
 from __future__ import annotations
 

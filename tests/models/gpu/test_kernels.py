@@ -1,4 +1,4 @@
-"""The elementwise kernels, and where there is no triton torch in their place."""
+"""The elementwise kernels, and torch in their place without triton."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ FILES = sorted(Path(__file__).parent.glob("interpreted_*.py"))
 
 
 def interpreted(marks: str) -> None:
-    """All of interpreted_*.py; the interpreter is chosen for a whole process."""
+    """Run all interpreted_*.py in one process, because the interpreter is chosen for a whole process."""
     env = os.environ | {"TRITON_INTERPRET": "1", "PYTHONPATH": str(ROOT)}
     command = [sys.executable, "-m", "pytest", "-p", "no:cacheprovider", "-m", marks, *map(str, FILES)]
     done = subprocess.run(command, cwd=ROOT, env=env, capture_output=True, text=True)

@@ -1,4 +1,4 @@
-"""Makes quantized checkpoints word by word from the definitions of their formats, and the floats they stand for."""
+"""Writes quantized checkpoints directly from the definitions of their formats, and their dequantized weights."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ AWQ_PLACES = [0, 2, 4, 6, 1, 3, 5, 7]
 
 @dataclass(frozen=True)
 class Steps:
-    """Integers (out, in), and for each group of inputs a scale and a zero (out, groups)."""
+    """Integers (out, in), with a scale and a zero for each group of inputs (out, groups)."""
 
     ints: Ints
     scales: Tensor
@@ -36,7 +36,7 @@ class Steps:
 
 @dataclass(frozen=True)
 class Scheme:
-    """A format: what config.json says, how a weight becomes integers, and which tensors hold these."""
+    """A format: its entry in config.json, the rounding of a weight to integers, and the tensors that store them."""
 
     name: str
     config: dict[str, Any]
@@ -63,7 +63,7 @@ class Scheme:
 
 
 def words(nibbles: Ints) -> Tensor:
-    """(..., 8) from 0 to 15 -> int32 words, the first at the low end."""
+    """Pack values (..., 8) from 0 to 15 into int32 words. The first value has the lowest bits."""
     total = np.zeros(nibbles.shape[:-1], np.uint32)
     for place in range(8):
         total |= nibbles[..., place].astype(np.uint32) << np.uint32(4 * place)
@@ -71,7 +71,7 @@ def words(nibbles: Ints) -> Tensor:
 
 
 def along_rows(values: Ints) -> Tensor:
-    """(n, 8 m) -> (n, m) words of 8 neighbours in a row."""
+    """Pack (n, 8 m) values into (n, m) words of 8 neighbours in a row."""
     return words(values.reshape(len(values), -1, 8))
 
 
@@ -186,7 +186,7 @@ def is_quantized(name: str, tensor: Tensor, scheme: Scheme) -> bool:
 
 
 def quantize_checkpoint(source: Path, scheme: Scheme, target: Path, reference: Path) -> None:
-    """Quantize the checkpoint ``source`` into ``target``; into ``reference`` goes a float one of what that means."""
+    """Write ``source`` quantized to ``target``, and with the dequantized weights to ``reference``."""
     weights = load_file(source / "model.safetensors")
     packed: dict[str, Tensor] = {}
     meant: dict[str, Tensor] = {}
@@ -209,9 +209,9 @@ def quantize_checkpoint(source: Path, scheme: Scheme, target: Path, reference: P
 
 
 def round_inputs(model: torch.nn.Module, kept: tuple[str, ...] = ("lm_head",), group: int | None = None) -> None:
-    """Let every linear layer of transformers' model see its rows in 8 bits, with one scale a row or a ``group`` of it.
+    """Round the inputs of transformers' linear layers to 8 bits, with a scale for each row or ``group`` of a row.
 
-    W8A8 and int8 mean that; of weights of 4 bits the CPU's kernels make it, with the groups that the weights have.
+    W8A8 and int8 define this rounding. For 4-bit weights, the CPU kernels do it with the groups of the weights.
     """
 
     def rounded(module: torch.nn.Module, args: tuple[Tensor, ...]) -> tuple[Tensor, ...]:

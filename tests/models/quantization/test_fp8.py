@@ -1,4 +1,4 @@
-"""fp8 checkpoints mean what compressed-tensors says; tried on a CPU, whose scaled product is torch's own too."""
+"""fp8 checkpoints as compressed-tensors defines them, on a CPU, where the scaled product is torch's."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ INPUT_SCALE = 0.03
 
 @pytest.fixture
 def anywhere(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Let fp8 be served on a CPU, where its arithmetic is the same and slow."""
+    """Allow fp8 on a CPU, where its arithmetic is the same but slow."""
     monkeypatch.setattr(quantization, "check_fp8", lambda what, device: None)
 
 
@@ -44,7 +44,7 @@ def test_scales_of_parts_and_bias(dtype: torch.dtype) -> None:
     draw = torch.Generator().manual_seed(3)
     x, bias = torch.randn(7, 64, generator=draw).to(dtype), torch.randn(80, generator=draw).to(dtype)
     weights = [torch.randn(rows, 64, generator=draw) for rows in (32, 48)]
-    for input_scales in ((0.01, 0.01), (0.01, 0.02)):  # the first cuts off what exceeds 4.48
+    for input_scales in ((0.01, 0.01), (0.01, 0.02)):  # the first scale cuts off inputs beyond 4.48
         parts = [
             Fp8Part((weight / scale).to(FP8), torch.tensor([scale]), torch.tensor([input_scale]))
             for weight, scale, input_scale in zip(weights, (0.02, 0.5), input_scales, strict=True)
@@ -60,7 +60,7 @@ def test_scales_of_parts_and_bias(dtype: torch.dtype) -> None:
         got = Fp8Linear(parts, bias)(x).double() - bias.double()
         assert float((got - wanted).abs().max() / wanted.abs().max()) < (1e-2 if dtype == torch.bfloat16 else 1e-5)
         crossed = Fp8Linear([Fp8Part(p.weight, p.input_scale, p.weight_scale) for p in parts], None)(x).double()
-        assert float((crossed - wanted).abs().max() / wanted.abs().max()) > 0.05, "scales in the wrong place are seen"
+        assert float((crossed - wanted).abs().max() / wanted.abs().max()) > 0.05, "swapped scales must be detected"
 
 
 def test_inputs_are_rounded_to_the_nearest_and_end_at_the_largest() -> None:
@@ -71,7 +71,7 @@ def test_inputs_are_rounded_to_the_nearest_and_end_at_the_largest() -> None:
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32])
 def test_rows_have_scales_of_their_own(dtype: torch.dtype) -> None:
-    """Rows that differ by a factor of 1,000 are rounded alike, and a row is the same beside others."""
+    """Rows that differ by a factor of 1,000 have the same relative error, and a row does not depend on other rows."""
     draw = torch.Generator().manual_seed(3)
     x = (torch.randn(6, 64, generator=draw) * torch.logspace(-3, 0, 6)[:, None]).to(dtype)
     weight, scales = torch.randn(48, 64, generator=draw).to(FP8), torch.rand(48, generator=draw) + 0.1
@@ -100,7 +100,7 @@ def test_weights_by_channel_or_tensor_with_inputs_by_token(tmp_path: Path, anywh
             )
             weights[name], weights[name + "_scale"] = (tensor / scale).to(FP8), scale
             meant[name] = weights[name].float() * scale
-    # Scales of the KV cache, which is of floats here, change nothing.
+    # Scales of the KV cache have no effect here, because the cache has floats.
     weights |= {f"model.layers.{at}.self_attn.{part}_scale": torch.tensor([0.3]) for at in (0, 1) for part in "kv"}
     token = TENSOR | {"strategy": "token", "dynamic": True}
     config = compressed_config("float-quantized", TENSOR | {"strategy": strategy}, token, ["lm_head"])
@@ -130,7 +130,7 @@ def test_weights_by_channel_or_tensor_with_inputs_by_token(tmp_path: Path, anywh
 
 
 def make(path: Path, **overrides: Any) -> tuple[Path, Path]:
-    """A checkpoint in fp8, and one of the floats that it stands for."""
+    """A checkpoint in fp8, and one with the dequantized weights."""
     source = make_checkpoint(path / "source", "qwen2", tokenizer=False, **overrides)
     weights, meant = load_file(source / "model.safetensors"), {}
     for name, tensor in list(weights.items()):
@@ -150,7 +150,7 @@ def make(path: Path, **overrides: Any) -> tuple[Path, Path]:
 
 
 class Kept:
-    """A scheme that keeps nothing plain."""
+    """A scheme that quantizes all linear layers."""
 
     kept = ()
 
@@ -172,7 +172,7 @@ def test_logits_are_those_of_what_the_checkpoint_means(tmp_path: Path, anywhere:
             module.register_forward_pre_hook(lambda _, args: ((nearest(args[0] / INPUT_SCALE) * INPUT_SCALE).float(),))
     with torch.inference_mode():
         wanted = reference(TOKENS[None]).logits[0]
-    # A few inputs lie halfway between two steps, so that not all tokens are told alike.
+    # A few inputs are halfway between two steps and may be rounded differently, so not all tokens agree.
     wrong = (got - wanted).abs().amax(1) / wanted.abs().max()
     assert float(wrong.median()) < 1e-4
     assert float(wrong.max()) < 0.1

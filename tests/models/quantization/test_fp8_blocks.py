@@ -1,4 +1,4 @@
-"""fp8 checkpoints whose weights have scales by blocks: on a CPU they are the floats that they stand for."""
+"""fp8 checkpoints with block scales: on a CPU they equal their dequantized weights."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ KEPT = "model.layers.1.self_attn.o_proj"
 
 
 def quantized(weight: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-    """``weight`` in fp8, a scale for each block of 128 x 128, and the floats that these stand for."""
+    """``weight`` in fp8, a scale for each block of 128 x 128, and the dequantized weight."""
     high, wide = (-size % 128 for size in weight.shape)
     blocks = F.pad(weight, (0, wide, 0, high)).unflatten(0, (-1, 128)).unflatten(2, (-1, 128))
     scales = blocks.abs().amax((1, 3)) / 448
@@ -39,7 +39,7 @@ def quantized(weight: Tensor) -> tuple[Tensor, Tensor, Tensor]:
 
 
 def make(path: Path, quantization: dict[str, Any] = CONFIG, **overrides: Any) -> tuple[Path, Path]:
-    """A checkpoint in fp8, and one of the floats that it stands for; k and v have less than a block of outputs."""
+    """A checkpoint in fp8, and one with the dequantized weights. k and v have less than a block of outputs."""
     sizes = {"hidden_size": 128, "intermediate_size": 384, "num_attention_heads": 8, "num_key_value_heads": 2}
     sizes |= {"head_dim": 32}
     source = make_checkpoint(path / "source", "qwen3", tokenizer=False, **sizes | overrides)

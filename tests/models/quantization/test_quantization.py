@@ -1,4 +1,4 @@
-"""Quantized checkpoints mean what their formats say; plain ones are rounded on demand; the rest is refused by name."""
+"""Quantized checkpoints are read as their formats define, plain ones are rounded on demand, and others are refused."""
 
 from __future__ import annotations
 
@@ -51,7 +51,7 @@ def reference(path: Path, scheme: Scheme) -> Tensor:
 
 
 def agrees(got: Tensor, wanted: Tensor) -> bool:
-    """Of 8-bit activations a few lie halfway between two steps, so that not all tokens are told alike."""
+    """Compare medians: a few 8-bit activations are halfway between two steps and may be rounded differently."""
     wrong = (got - wanted).abs().amax(1) / wanted.abs().max()
     return float(wrong.median()) < 1e-4
 
@@ -61,7 +61,7 @@ def agrees(got: Tensor, wanted: Tensor) -> bool:
 def test_logits_are_those_of_what_the_checkpoint_means(tmp_path: Path, scheme: Scheme, family: str) -> None:
     quantized, meant = make(tmp_path, scheme, family)
     assert agrees(logits_of(quantized), reference(meant, scheme))
-    # The reference is not the unquantized model, which a loader that ignores the format would be nearest to.
+    # The reference must differ from the unquantized model, which a loader would load if it ignored the format.
     assert error(reference(meant, scheme), reference_logits(tmp_path / "source", TOKENS)) > 1e-2
 
 

@@ -1,4 +1,4 @@
-"""Quantized models through the worker's steps, by the native decoder and layer by layer, equal what they mean."""
+"""Quantized models in a worker's steps, by the native decoder and layer by layer, equal their dequantized weights."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ def make(path: Path, scheme: Scheme, **overrides: Any) -> tuple[Path, Path]:
 
 
 def run_together(driver: Driver, steps: int) -> None:
-    """Prompts of several lengths in one step, then decoding side by side."""
+    """Prompts of several lengths in one step, then decoding in parallel."""
     for seq_id, length in enumerate(LENGTHS):
         driver.add(seq_id, random_prompt(length, seq_id))
     driver.step(dict(enumerate(LENGTHS)))
@@ -35,14 +35,14 @@ def run_together(driver: Driver, steps: int) -> None:
 
 
 def rounded_reference(meant: Path, scheme: Scheme) -> Reference:
-    """Of what the checkpoint means, with inputs in 8 bits as the kernels have them."""
+    """The reference for the dequantized weights, with inputs rounded to 8 bits as in the kernels."""
     reference = Reference(meant)
     round_inputs(reference.model, ("lm_head", *scheme.kept), scheme.group)
     return reference
 
 
 def median_error(driver: Driver, reference: Reference) -> float:
-    """Of the largest errors of all tokens: 8 bits round a few values to the other side, see tests/models."""
+    """The median over tokens of their largest error. 8 bits round a few values differently, see tests/models."""
     found: list[Tensor] = []
     for seq in driver.sequences.values():
         with torch.inference_mode():
@@ -82,7 +82,7 @@ def test_bfloat16_activations_stay_near(tmp_path: Path, scheme: Scheme) -> None:
 
 
 def test_layer_by_layer_is_the_same(tmp_path: Path) -> None:
-    """A head_dim that the native decoder does not walk."""
+    """A head_dim that the native decoder does not support."""
     quantized, meant = make(tmp_path, INT4[0], head_dim=24)
     driver = Driver(quantized, dtype="float32")
     assert isinstance(driver.runner.forward, ModuleForward)

@@ -1,4 +1,4 @@
-"""Rounding loses no more than its steps allow, and 4 bits take the best bounds of those that are tried."""
+"""Rounding errors stay within the steps' bounds, and 4-bit groups use the best of the bounds that are tried."""
 
 from __future__ import annotations
 
@@ -39,13 +39,13 @@ def test_8_bits_are_off_by_half_a_step_of_their_row(seed: int) -> None:
 
 
 def kept(scale: float) -> float:
-    """``scale`` with 12 significant bits."""
+    """``scale`` rounded to 12 significant bits."""
     mantissa, exponent = math.frexp(scale)
     return math.ldexp(round(mantissa * 2**12), exponent - 12)
 
 
 def best_by_hand(group: Tensor) -> float:
-    """The least squared error of one group over all shares that its bounds are drawn in by."""
+    """The least squared error of a group over all shrinking factors of its bounds."""
     low, high = min(0.0, float(group.min())), max(0.0, float(group.max()))
     found = []
     for percent in range(100, 59, -4):
@@ -79,7 +79,7 @@ def test_what_4_bits_can_hold_is_held_exactly() -> None:
 
 
 def test_blocks_with_a_least_weight_are_held_to_a_256th_of_a_step() -> None:
-    """As GGUF's Q4_1 blocks are: a scale and a least weight in float16 for 32 weights."""
+    """Like GGUF's Q4_1 blocks, which have a scale and a minimum in float16 for 32 weights."""
     generator = torch.Generator().manual_seed(0)
     values = torch.randint(0, 16, (8, 2, 32), generator=generator)
     values[..., :2] = torch.tensor([0, 15])

@@ -1,4 +1,4 @@
-"""Quantized weights of the families that run over transformers' modeling code."""
+"""Quantized weights of families that run with transformers' modeling code."""
 
 from __future__ import annotations
 
@@ -21,13 +21,13 @@ from tests.models.transformers_backend.test_transformers_backend import CPU, all
 
 
 class Queries:
-    """Attention that gives the queries back."""
+    """Attention that returns the queries."""
 
     def __call__(self, spec: AttentionSpec, q: Tensor, k: Tensor | None = None, v: Tensor | None = None) -> Tensor:
         return q
 
     def places(self, spec: AttentionSpec) -> None:
-        """Nowhere."""
+        """Store nothing."""
 
 
 QUERIES = Queries()

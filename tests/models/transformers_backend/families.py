@@ -1,6 +1,6 @@
-"""Small random checkpoints of every served architecture, and how far its logits are from transformers' own.
+"""Small random checkpoints of every served architecture, and the difference of their logits from transformers'.
 
-``python -m tests.models.transformers_backend.families`` measures all and writes the table of docs/models.md.
+``python -m tests.models.transformers_backend.families`` measures all, and writes the table of docs/models.md.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from tests.worker.driver import Driver, Reference, Tracked, random_prompt
 
 TABLE = Path(__file__).parents[3] / "docs" / "models.md"
 BOUNDS = {torch.float32: 1e-4, torch.bfloat16: 2e-2}
-# Whichever of these a family's configuration knows.
+# Each family uses the entries that its configuration has.
 _SIZES: dict[str, Any] = {
     **SIZES,
     "query_pre_attn_scalar": 16,
@@ -53,11 +53,11 @@ _ALL_EXPERTS = {"num_experts_per_tok": 4, "moe_k": 4}
 
 
 def make_family(path: Path, architecture: str, dtype: torch.dtype = torch.float32, **overrides: Any) -> Path:
-    """Write a checkpoint of ``architecture`` and return its path; ``overrides`` go to its configuration.
+    """Write a checkpoint of ``architecture`` and return its path. ``overrides`` change its configuration.
 
-    Float32 weights are sharp, so that a wrong one is seen far from the rounding; in bfloat16 sharp weights magnify the
-    rounding itself, and two experts that are nearly as good are exchanged by it: there weights are mild, and all
-    experts are asked.
+    Float32 weights are large, so that a wrong weight has a larger effect than rounding. In bfloat16, large weights
+    would amplify rounding, and rounding could swap two experts of nearly equal rank. So there the weights are small,
+    and each token uses all experts.
     """
     cls = getattr(transformers, architecture)
     default = cls.config_class()
@@ -79,7 +79,7 @@ def make_family(path: Path, architecture: str, dtype: torch.dtype = torch.float3
 
 
 def play(path: Path, dtype: torch.dtype) -> list[Tracked]:
-    """Three sequences side by side through paged KV: whole and chunked prompts, then decoding together."""
+    """Three parallel sequences with a paged KV cache: whole and chunked prompts, then decoding together."""
     driver = Driver(path, dtype=str(dtype).removeprefix("torch."))
     for seq, length in enumerate((40, 23, 5)):
         driver.add(seq, random_prompt(length, seq))
@@ -91,7 +91,7 @@ def play(path: Path, dtype: torch.dtype) -> list[Tracked]:
 
 
 def logit_error(path: Path, dtype: torch.dtype) -> float:
-    """The largest difference of any logit from transformers' in the same dtype, relative to the largest."""
+    """The largest difference of any logit from transformers' in the same dtype, relative to the largest logit."""
     reference = Reference(path)
     reference.model = AutoModelForCausalLM.from_pretrained(path, attn_implementation="eager", dtype=dtype)
     return max(reference.error(seq) for seq in play(path, dtype))
@@ -104,18 +104,18 @@ def family_error(architecture: str, dtype: torch.dtype) -> float:
 
 
 def path_of(architecture: str) -> str:
-    """Which code serves an architecture, as the table has it."""
+    """The code that serves an architecture, as in the table."""
     return "transformers" if GENERATIVE[architecture] == TRANSFORMERS_BACKEND else "native"
 
 
 def read_table() -> dict[str, tuple[str, float, float]]:
-    """Architecture -> (path, error in float32, error in bfloat16), as the document has it."""
+    """Architecture -> (path, error in float32, error in bfloat16), read from the document."""
     rows = [line.strip("| ").split(" | ") for line in TABLE.read_text().splitlines() if line.startswith("| `")]
     return {name.strip("`"): (path, float(exact), float(rounded)) for name, path, exact, rounded in rows}
 
 
 def main() -> None:
-    """Measure all and write the table."""
+    """Measure all architectures and write the table."""
     head = TABLE.read_text().partition("| `")[0]
     lines = []
     for architecture in sorted(GENERATIVE, key=str.lower):

@@ -1,4 +1,4 @@
-"""Families over transformers' modeling code through the whole engine: greedy tokens equal transformers' generate."""
+"""Families with transformers' modeling code in the whole engine: greedy tokens equal transformers' generate."""
 
 from __future__ import annotations
 
@@ -40,7 +40,7 @@ def test_many_at_once_in_chunks(path: Path) -> None:
 
 
 def test_with_preemptions(path: Path) -> None:
-    prompts, long = random_prompts(16, 320, longest=30, seed=1), 40  # they grow by more than one block
+    prompts, long = random_prompts(16, 320, longest=30, seed=1), 40  # sequences grow by more than one block
     params = SamplingParams(temperature=0.0, max_tokens=long, ignore_eos=True)
     with served(path, cache={"num_blocks": 16}, scheduler={"max_num_seqs": 12}) as llm:
         assert tokens(llm.generate(prompts, params, progress=False)) == greedy(path, prompts, long)

@@ -1,4 +1,4 @@
-"""Families over transformers' modeling code agree with transformers; what cannot be served so is refused."""
+"""Families with transformers' modeling code agree with transformers, and unsupported ones are refused."""
 
 from __future__ import annotations
 
@@ -39,7 +39,7 @@ def load(path: Path, quantization: str | None = None) -> tuple[TransformersForCa
 
 
 def allow(monkeypatch: pytest.MonkeyPatch, *architectures: str) -> None:
-    """Serve these over transformers' modeling code, whether they are registered for it or not."""
+    """Serve ``architectures`` with transformers' modeling code, whether or not they are registered for it."""
     for architecture in architectures:
         monkeypatch.setitem(ARCHITECTURES, architecture, TRANSFORMERS_BACKEND)
 
@@ -52,7 +52,7 @@ def test_logits_are_as_near_to_transformers_as_the_table_says(architecture: str)
         error = family_error(architecture, dtype)
         assert error < BOUNDS[dtype]
         assert said < BOUNDS[dtype]
-        assert error < 5 * said  # another CPU rounds otherwise, but not by an order
+        assert error < 5 * said  # another CPU rounds differently, but not by an order of magnitude
 
 
 def test_the_table_holds_the_registered_architectures() -> None:
@@ -86,7 +86,7 @@ def test_compact_families_are_the_same_on_both_paths(
     ids=["windows are ignored", "gate and up are exchanged"],
 )
 def test_planted_faults_are_seen(owner: Any, name: str, wrong: Any, tmp_path: Path, monkeypatch: Any) -> None:
-    heads = {"num_attention_heads": 4, "num_key_value_heads": 4}  # so that exchanged parts still fit
+    heads = {"num_attention_heads": 4, "num_key_value_heads": 4}  # so that swapped parts have the same shape
     make_family(tmp_path, "Gemma2ForCausalLM", **heads)
     assert logit_error(tmp_path, torch.float32) < 1e-4
     monkeypatch.setattr(owner, name, wrong)
@@ -97,7 +97,7 @@ def test_what_reads_the_same_is_multiplied_once(tmp_path: Path) -> None:
     make_family(tmp_path, "Qwen2MoeForCausalLM")
     linears = [tuple(module.parts) for module in load(tmp_path)[0].modules() if isinstance(module, Linear)]
     assert linears.count(("q_proj", "k_proj", "v_proj")) == 2
-    assert linears.count(("gate_proj", "up_proj")) == 2 * (4 + 1)  # each expert, and the shared one
+    assert linears.count(("gate_proj", "up_proj")) == 2 * (4 + 1)  # each expert, and the shared expert
     assert linears.count(("lm_head",)) == 1
 
 
@@ -184,7 +184,10 @@ def test_unknown_architectures_are_refused_with_those_served(tmp_path: Path) -> 
 
 
 def test_frequencies_of_long_contexts_do_not_depend_on_the_batch(tmp_path: Path) -> None:
-    """Beyond the original length transformers takes other frequencies, for everything in the batch: none is longer."""
+    """Beyond the original length, transformers changes the frequencies of the whole batch.
+
+    Here no sequence is longer.
+    """
     rope = {
         "rope_type": "longrope",
         "rope_theta": 10000.0,
