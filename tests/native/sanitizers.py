@@ -4,8 +4,8 @@
     python -m tests.native.sanitizers thread
     python -m tests.native.sanitizers address [-k plain]          # options of pytest
 
-Python itself has no sanitizer: its runtime is loaded before, and only the kernels are watched. The first finding ends
-the process that makes it. The one test that takes a quarter of an hour without a sanitizer is left out.
+Python itself is not built with a sanitizer. The sanitizer's runtime is preloaded, and only the kernels are checked. The
+first finding ends its process. One test is left out, because it takes a quarter of an hour without a sanitizer.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ TESTS = (
     "tests/native/test_linear.py", "tests/worker/test_attention.py", "tests/worker/test_same_numbers.py",
     "tests/worker/speculation/test_drafts.py", "tests/hostile/test_files.py",
 )  # fmt: skip
-# Lines without variables: tracking these through what is inlined takes a third of the compiler's time.
+# Line numbers without variables: tracking variables through inlined code takes a third of the compiler's time.
 WATCHED = ("-g1", "-O1", "-fno-var-tracking", "-fno-omit-frame-pointer")
 UNDEFINED = ("-fsanitize=address,undefined", "-fno-sanitize-recover=all")
 SAME = "avx2"  # compiled from the same lines as "plain"
@@ -34,15 +34,15 @@ TEAMS = [(threads, seed) for threads in (2, 4, 7) for seed in (1, 2, 3)]
 
 
 def runtime(name: str) -> str:
-    """Where the compiler keeps one of its libraries."""
+    """The path of one of the compiler's libraries."""
     found = subprocess.run([find_compiler(), f"-print-file-name={name}"], capture_output=True, text=True, check=True)
     return found.stdout.strip()
 
 
 def address(*options: str) -> int:
-    """The exit status of the kernels' tests, with kernels of their own: the compiler that is found adds its flags.
+    """Run the kernels' tests with sanitized kernels. A wrapper of the compiler adds the flags. Returns the exit status.
 
-    They are kept, as compiling them takes half a minute of a core for each instruction set.
+    The kernels are cached, because each instruction set takes half a minute of a core.
     """
     flags = hashlib.sha256(repr((UNDEFINED, WATCHED)).encode()).hexdigest()[:8]
     cache = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / f"raylm-sanitizers-{flags}"
@@ -65,7 +65,7 @@ def address(*options: str) -> int:
 
 
 def thread() -> int:
-    """0 if no team of threads races."""
+    """Run random phases of teams. Returns 0 if no data race is found."""
     with tempfile.TemporaryDirectory() as folder:
         program, source = Path(folder) / "stress", Path(__file__).with_name("team_stress.cpp")
         flags = ["-std=c++20", "-pthread", "-fsanitize=thread", *WATCHED, f"-I{SOURCES}"]

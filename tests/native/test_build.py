@@ -1,4 +1,4 @@
-"""The native kernels are compiled once for this machine's instructions, and whoever lacks a compiler is told so."""
+"""The native kernels are compiled once for this machine's instructions. Without a compiler the error says so."""
 
 from __future__ import annotations
 
@@ -44,7 +44,7 @@ def test_compiled_once_and_again_when_the_source_changes(
     assert os.stat(first).st_mtime_ns == made
     (sources / "api.cpp").write_text('extern "C" int answer() { return 42; }')
     assert build.build("plain") != first
-    assert sorted(path.suffix for path in first.parent.iterdir()) == ["", ".so", ".so"]  # and the lock
+    assert sorted(path.suffix for path in first.parent.iterdir()) == ["", ".so", ".so"]  # "": the lock
     with pytest.raises(NativeError, match=r"cannot be loaded: .*raylm_team_new"):
         open_library(first)
 

@@ -1,4 +1,4 @@
-"""Quantized weights multiply as what they stand for, on every instruction set; packing keeps each of them in place."""
+"""Quantized products equal those of dequantized weights, on every instruction set, and packing keeps each weight."""
 
 from __future__ import annotations
 
@@ -17,10 +17,10 @@ MOST_GROUPS = 4
 
 
 def rounded_by_group(x: Tensor, group: int) -> tuple[Tensor, float]:
-    """(rows, in) float64: each group of a row in 127 steps to both sides of 0, as wide as its largest input asks.
+    """(rows, in) float64: each group of a row rounded to 127 steps on both sides of 0, up to its largest input.
 
-    With it by how much the products of any row may differ with unit weights, where the kernel, which computes in
-    float32, may round to another side.
+    Also returns the possible difference of a product with unit weights, because the kernel computes in float32 and may
+    round a value between two steps to the other side.
     """
     groups = x.double().unflatten(1, (-1, group))
     steps = groups.abs().amax(2, keepdim=True) / 127
@@ -30,7 +30,7 @@ def rounded_by_group(x: Tensor, group: int) -> tuple[Tensor, float]:
 
 
 def plain(weight: Int4Weight) -> Tensor:
-    """(out, in) float64, value by value as Int4Weight defines it."""
+    """(out, in) float64, computed value by value as Int4Weight defines it."""
     group = weight.values.shape[1] // weight.scales.shape[1]
     zeros = torch.full(weight.scales.shape, 8) if weight.zeros is None else weight.zeros
     rows = zip(weight.values, weight.scales.double(), zeros.double(), strict=True)
@@ -98,7 +98,7 @@ def test_int8_equals_a_float64_product_of_rounded_rows(instructions: str, dtype:
     rounded = (x.double() / steps).round() * steps
     wanted = rounded @ (values.double() * weight.scales.double()[:, None]).T
     got = NativeLinear(kernels(instructions), weight, None)(x).double()
-    # Where a value lies halfway between two, the reference and the kernel may round it to different sides.
+    # A value halfway between two steps may be rounded to different sides by the reference and the kernel.
     half_step = 0.5 * float(steps.max()) * float(weight.scales.max()) * 128
     assert float((got - wanted).abs().max()) < TOLERANCE[dtype] * float(wanted.abs().max()) + 2 * half_step / 128
     assert float((got - wanted).abs().median()) < TOLERANCE[dtype] * float(wanted.abs().max())
@@ -133,7 +133,7 @@ def test_int8_by_groups_equals_a_float64_product_of_rounded_groups(
 def test_offsets_are_added_exactly(
     instructions: str, dtype: torch.dtype, bits: int, rows: int, group: int, groups: int
 ) -> None:
-    """Scales and offsets have all bits of a float32."""
+    """Scales and offsets use all bits of a float32."""
     generator = torch.Generator().manual_seed(rows)
     values = torch.randint(0, 2**bits, (50, group * groups), generator=generator) - (128 if bits == 8 else 0)
     scales, offsets = torch.rand((50, groups), generator=generator), torch.randn((50, groups), generator=generator)
@@ -159,7 +159,7 @@ def test_no_rows_give_no_rows() -> None:
 
 
 def test_every_place_of_a_unit_is_told_apart() -> None:
-    """One input at a time against weights that are all different from their neighbours."""
+    """One input at a time, with weights that differ from their neighbours."""
     values = (torch.arange(16 * 64).view(16, 64) * 7 % 16).to(torch.uint8)
     weight = Int4Weight(values, torch.ones(16, 2))
     for dtype in TOLERANCE:
@@ -179,7 +179,7 @@ def test_a_scale_that_overflows_harms_its_own_column_alone() -> None:
 @pytest.mark.parametrize("instructions", OFFERED)
 @pytest.mark.parametrize("wrong", [float("inf"), float("nan")])
 def test_inputs_that_are_not_finite_harm_their_own_row_alone(instructions: str, wrong: float) -> None:
-    """And overflow no integer, which the sanitizers watch."""
+    """No integer overflows either, which the sanitizers check."""
     generator = torch.Generator().manual_seed(1)
     values = torch.randint(-128, 128, (50, 76), generator=generator).to(torch.int8)
     for weight, inputs in (

@@ -1,4 +1,4 @@
-"""The libraries of a wheel: chosen by CPUID, proved by products, and left for a worse set where one does not work."""
+"""A wheel's libraries: selected by CPUID, proved by products, and skipped in favour of a slower set if one fails."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ from raylm.native.runtime import kernels as fastest
 
 KEY = "0123456789abcdef"
 ALL = " ".join(sorted(frozenset.union(*(features for features, _ in INSTRUCTION_SETS.values()))))
-REFUSED = "__builtin_trap();"  # ud2: the signal of an unknown instruction
+REFUSED = "__builtin_trap();"  # ud2, which raises the signal of an unknown instruction
 WRONG = ""
 
 
@@ -35,20 +35,20 @@ def compiled(target: Path, source: str) -> Path:
 
 
 def processor(target: Path, features: str) -> Path:
-    """cpu.cpp, for a processor with these features."""
+    """Compile cpu.cpp for a processor with these features."""
     text = (build.SOURCES / "cpu.cpp").read_text().replace("raylm_cpu_features", "real_features")
     return compiled(target, f'{text}\nextern "C" const char* raylm_cpu_features() {{ return "{features}"; }}')
 
 
 def broken(target: Path, linear: str) -> Path:
-    """Kernels whose product does ``linear`` alone."""
+    """Kernels whose functions do nothing, except ``linear`` as the body of the product."""
     bodies = dict.fromkeys(_KERNELS, "") | {"raylm_linear": linear}
     return compiled(target, "\n".join(f'extern "C" void {name}() {{ {body} }}' for name, body in bodies.items()))
 
 
 @pytest.fixture
 def wheel(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
-    """The folder of an installed wheel's libraries, empty."""
+    """An empty folder in place of an installed wheel's libraries."""
     folder = tmp_path / "lib"
     folder.mkdir()
     monkeypatch.setattr(build, "PACKAGED", folder)
@@ -59,7 +59,7 @@ def wheel(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
 
 @pytest.fixture(scope="module")
 def plain() -> Path:
-    """The kernels that this machine has compiled."""
+    """The kernels compiled for any processor."""
     return build.build("plain")
 
 
@@ -80,7 +80,7 @@ def test_a_wheel_needs_no_compiler(wheel: Path, tmp_path: Path, monkeypatch: pyt
 
 @pytest.mark.parametrize("chosen", INSTRUCTION_SETS)
 def test_cpuid_chooses(wheel: Path, chosen: str) -> None:
-    """Each set is chosen with its features, and not if any of them is missing."""
+    """Each set is selected if all its features exist, and not if one is missing."""
     features = INSTRUCTION_SETS[chosen][0]
     processor(wheel / f"raylm-cpu-plain-{KEY}.so", " ".join(features) + " sse2 ")
     assert build.instruction_set() == chosen
@@ -134,7 +134,7 @@ def test_if_none_works_there_are_none(wheel: Path, plain: Path) -> None:
 
 
 class Spoiled:
-    """Right kernels but for the products of one kind of weights."""
+    """Correct kernels, except for products with one kind of weights."""
 
     def __init__(self, library: ctypes.CDLL, kind: int) -> None:
         shape = CFUNCTYPE(None, c_void_p, c_int, POINTER(lib.LinearStruct), c_void_p, c_int, c_void_p, c_int64)

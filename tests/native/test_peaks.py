@@ -1,4 +1,4 @@
-"""The most likely token of each row, beside numpy's."""
+"""The most likely token of each row, compared with numpy."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ SPECIAL = [float("-inf"), float("inf"), 0.0, -0.0, 3e38, -3e38, 1e-45]
     seed=st.integers(0, 2**32 - 1),
 )
 def test_it_is_the_first_of_the_largest(rows: int, columns: int, kinds: int, beyond: int, seed: int) -> None:
-    """Of few different values, so that many are equal, and what is behind a row does not count."""
+    """With few distinct values, so that many are equal. Values after the end of a row must not count."""
     draw = np.random.default_rng(seed)
     values = np.where(draw.random(kinds) < 0.3, draw.choice(SPECIAL, kinds), draw.normal(size=kinds))
     logits = torch.from_numpy(draw.choice(values, (rows, columns + beyond)).astype(np.float32))[:, :columns]

@@ -1,4 +1,4 @@
-"""The team of threads: whatever holds its threads up, every phase computes what one thread would."""
+"""The team of threads computes the results of one thread, whatever delays its threads."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from raylm.native.build import SOURCES, find_compiler
 
 
 def compiled(name: str, folder: Path) -> Path:
-    """One of the programs beside this file."""
+    """Compile one of the programs in this folder."""
     program, source = folder / name, Path(__file__).with_name(f"{name}.cpp")
     command = [find_compiler(), "-O2", "-std=c++20", "-pthread", f"-I{SOURCES}", str(source), "-o", str(program)]
     subprocess.run(command, check=True)
@@ -20,7 +20,7 @@ def compiled(name: str, folder: Path) -> Path:
 
 @pytest.fixture(scope="module")
 def stress(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A program that walks a team through random phases while its threads fall asleep."""
+    """A program that runs a team through random phases while its threads fall asleep."""
     return compiled("team_stress", tmp_path_factory.mktemp("team"))
 
 

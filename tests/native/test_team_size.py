@@ -1,4 +1,4 @@
-"""How many threads a step gets: the climb on a simulated machine, and that results do not depend on it."""
+"""The number of threads of a step: the search on a simulated machine, and results that do not depend on it."""
 
 from __future__ import annotations
 
@@ -15,12 +15,12 @@ Machine = Callable[[int, int], float]
 
 
 def free_machine(tokens: int, threads: int) -> float:
-    """Seconds of a step where nobody else computes."""
+    """Seconds of a step without other processes."""
     return (0.004 + 0.001 * tokens) / threads
 
 
 def shared_machine(busy: int, cores: int = 4) -> Machine:
-    """Others keep ``busy`` cores: who computes on more than are left waits for them at every phase."""
+    """Others use ``busy`` cores. A step with more threads than free cores waits for them in every phase."""
 
     def seconds(tokens: int, threads: int) -> float:
         free = cores - busy
@@ -30,7 +30,7 @@ def shared_machine(busy: int, cores: int = 4) -> Machine:
 
 
 def steps(size: TeamSize, machine: Machine, tokens: int, count: int, noise: random.Random) -> list[int]:
-    """Run ``count`` steps; what was chosen for each."""
+    """Run ``count`` steps. Returns the number of threads chosen for each."""
     chosen = []
     for _ in range(count):
         chosen.append(size.choose(tokens))
@@ -39,7 +39,7 @@ def steps(size: TeamSize, machine: Machine, tokens: int, count: int, noise: rand
 
 
 def share(chosen: list[int], threads: int) -> float:
-    """How many of the steps had so many threads, 0 to 1."""
+    """The fraction of the steps with ``threads`` threads."""
     return chosen.count(threads) / len(chosen)
 
 
@@ -52,7 +52,7 @@ def test_an_undisturbed_team_keeps_all_threads(tokens: int, seed: int) -> None:
 
 @pytest.mark.parametrize("seed", range(5))
 def test_a_trial_that_is_hopeless_ends_with_its_first_step(seed: int) -> None:
-    """With one of two threads a long prompt takes twice its time."""
+    """With one thread in place of two, a long prompt takes twice the time."""
     chosen = steps(TeamSize(2), free_machine, 2048, 140, random.Random(seed))
     assert chosen.count(1) == 2, "after 32 steps, and after 64 more"
 
