@@ -1,7 +1,7 @@
 """Send short requests at a steady rate, without waiting for answers:  python -m tests.nodes.asks SECONDS RATE URL
 
-The environment variable KEY has the API key. Prints one JSON object a request: when it began, in seconds since the
-epoch, how many seconds its answer took, and the status, 0 if there was no answer.
+The environment variable KEY has the API key. Prints one JSON object per request: the start in seconds since the epoch,
+the seconds of its answer, and the status, or 0 without an answer.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ BODY = {"messages": [{"role": "user", "content": "Hi"}], "max_tokens": 1}
 
 
 async def ask(url: str) -> dict[str, Any]:
-    """One request on a connection of its own."""
+    """Send one request on a new connection."""
     began, start, status = time.time(), time.monotonic(), 0
     headers = {"authorization": f"Bearer {os.environ['KEY']}"}
     try:
@@ -31,7 +31,7 @@ async def ask(url: str) -> dict[str, Any]:
 
 
 async def main() -> None:
-    """Ask for a time, and wait for the last answers."""
+    """Send requests for SECONDS, and wait for the last answers."""
     seconds, rate, url = float(sys.argv[1]), float(sys.argv[2]), sys.argv[3]
     async with asyncio.TaskGroup() as group:
         asked = []

@@ -1,6 +1,6 @@
-"""Machines as namespaces of this one: each has an address, processes, a host name, /tmp and /dev/shm of its own.
+"""Simulated machines: namespaces of this machine, each with an address, processes, a host name, /tmp and /dev/shm.
 
-All share this machine's processors and clock, so they say nothing of speed. Needs root on Linux.
+All share this machine's processors and clock, so they do not show speeds. Needs root on Linux.
 """
 
 from __future__ import annotations
@@ -18,10 +18,10 @@ from pathlib import Path
 ROOT = Path(__file__).parent.parent.parent
 _NET = "10.77.0"
 OPERATOR = f"{_NET}.254"
-_MEMORY = Path("/sys/fs/cgroup/memory")  # version 1 of cgroups
+_MEMORY = Path("/sys/fs/cgroup/memory")  # cgroups version 1
 _DISABLED, _FORWARDING = "0", "3"  # states of a bridge's port
-# The first process of a machine. It mounts what is its own, and takes in processes that lose their parents. What lies
-# below /tmp and is needed stays visible there.
+# The first process of a machine. It mounts the machine's own directories, and adopts orphaned processes. Folders below
+# /tmp that are needed stay visible.
 _INIT = """
 mount --make-rprivate /
 for kept in $KEPT; do mkdir -p "$FOLDER/tmp/${kept#/tmp/}"; mount --bind "$kept" "$FOLDER/tmp/${kept#/tmp/}"; done
@@ -42,7 +42,7 @@ while :; do sleep 1000 & wait; done
 
 
 def lacking() -> str | None:
-    """Why machines cannot be made here, None if they can."""
+    """The reason why machines cannot be created here. None if they can."""
     if os.geteuid() != 0:
         return "only root makes network namespaces"
     if missing := [name for name in ("ip", "bridge", "unshare", "nsenter") if shutil.which(name) is None]:
@@ -56,15 +56,15 @@ def lacking() -> str | None:
 
 
 def lacking_memory_limits() -> str | None:
-    """Why the memory of machines cannot be limited here, None if it can."""
+    """The reason why the memory of machines cannot be limited here. None if it can."""
     return None if os.access(_MEMORY / "cgroup.procs", os.W_OK) else f"{_MEMORY} is not writable"
 
 
 class Machine:
-    """One of them. Its home, as that of all its processes, is /tmp/home.
+    """A simulated machine. /tmp/home is its home and that of all its processes.
 
-    With ``memory``, its processes may use so many bytes together, and find this limit where those of a container do.
-    Only with ``relayed`` its link can be slow.
+    ``memory`` limits the bytes of all its processes together, in the same files as a container's limit. Only the link
+    of a ``relayed`` machine can be slow.
     """
 
     def __init__(
@@ -73,7 +73,7 @@ class Machine:
         self.address, self.name = f"{_NET}.{number}", f"node{number}"
         self.folder, self._network, self._port = folder / self.name, network, f"t{number}"
         self._hub = f"{network}hub"
-        self._begun: list[subprocess.Popen[bytes]] = []  # commands that go on
+        self._begun: list[subprocess.Popen[bytes]] = []  # running commands
         self._namespace = f"{network}n{number}"
         self._group = None if memory is None else _MEMORY / self._namespace
         if self._group is not None:
@@ -93,11 +93,11 @@ class Machine:
 
     @property
     def home(self) -> Path:
-        """As this process sees it."""
+        """The home's path for this process."""
         return self.folder / "tmp" / "home"
 
     def start(self) -> None:
-        """Begin with an empty /tmp but for its home."""
+        """Start with an empty /tmp, except for its home."""
         for one in (self.folder / "tmp").glob("*"):
             if one != self.home and not one.is_mount():
                 shutil.rmtree(one, ignore_errors=True)
@@ -122,11 +122,11 @@ class Machine:
         self.plug(in_=True)
 
     def run(self, *command: str, timeout_s: float = 200, **environment: str) -> str:
-        """What a command writes; its errors are errors."""
+        """The output of a command. A failed command raises an error."""
         return _run([*self._inside(environment), *command], timeout_s)
 
     def begin(self, *command: str, **environment: str) -> None:
-        """A command that goes on until the machine ends."""
+        """Start a command that runs until the machine ends."""
         command = (*self._inside(environment), *command)
         self._begun.append(subprocess.Popen(command, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL))
 
@@ -134,11 +134,11 @@ class Machine:
         entry = ["nsenter", "-t", str(self._init), "-m", "-n", "-p", "-u", "-i", "--"]
         if self._group is not None:
             entry += ["sh", "-c", 'echo 0 > /sys/fs/cgroup/memory/cgroup.procs; exec "$@"', "sh"]
-        ctrl_c = "--default-signal=INT"  # else it is ignored if the tests run in the background
+        ctrl_c = "--default-signal=INT"  # otherwise SIGINT is ignored if the tests run in the background
         return [*entry, "env", "-i", ctrl_c, *_variables("/tmp/home", environment)]
 
     def _begin_relay(self) -> subprocess.Popen[str]:
-        far = f"u{self._port}"  # the device of the machine
+        far = f"u{self._port}"  # the machine's device
         command = [sys.executable, "-m", "tests.nodes.relay", self._port, far]
         inside = ["ip", "netns", "exec", self._hub]
         both = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE}
@@ -150,19 +150,19 @@ class Machine:
         return relay
 
     def slow(self, delay_s: float, loss: float = 0.0) -> None:
-        """From now on each frame to and from it is late by ``delay_s``, and this share of frames is lost."""
+        """From now on, delay each frame to and from the machine by ``delay_s``, and lose the fraction ``loss``."""
         assert self._relay is not None
         assert self._relay.stdin is not None
         self._relay.stdin.write(f"{delay_s} {loss}\n")
         self._relay.stdin.flush()
 
     def plug(self, *, in_: bool) -> None:
-        """Whether packets pass. Without, neither side hears of it."""
+        """Connect or disconnect the network. Disconnecting sends no packet to either side."""
         state = _FORWARDING if in_ else _DISABLED
         _run(["ip", "netns", "exec", self._hub, "bridge", "link", "set", "dev", self._port, "state", state], 60)
 
     def kill(self) -> None:
-        """End all processes at once; the others see their connections closed."""
+        """Kill all processes at once. Other machines see closed connections."""
         os.kill(self._init, signal.SIGKILL)
         self._parent.wait()
         for one in self._begun:
@@ -170,13 +170,13 @@ class Machine:
         self._begun.clear()
 
     def power_off(self) -> None:
-        """The network goes first, so nobody sees a connection closed."""
+        """Disconnect the network first, so that no other machine sees a closed connection."""
         self.plug(in_=False)
         self.kill()
 
     @contextmanager
     def frozen(self) -> Iterator[None]:
-        """All its processes stop, and go on afterwards."""
+        """Stop all processes during the block."""
         members = self.members()
         for pid in members:
             with suppress(ProcessLookupError):
@@ -207,20 +207,20 @@ class Machine:
         if self._parent.returncode is None:
             self.kill()
         if self._relay is not None:
-            self._relay.communicate()  # it ends with its standard input
+            self._relay.communicate()  # it ends when its standard input closes
         _run(["ip", "netns", "del", self._namespace], 60)
         if (group := self._group) is not None:
             until(lambda: not (group / "cgroup.procs").read_text(), "processes are left")
             group.rmdir()
 
     def most_memory(self) -> int:
-        """The most bytes that a machine with a limit has used."""
+        """The maximum memory of a machine with a limit, in bytes."""
         assert self._group is not None
         return int((self._group / "memory.max_usage_in_bytes").read_text())
 
 
 class Network:
-    """Some machines on a switch, and an operator's place beside them; leaving the context ends all of it.
+    """Some machines on a switch, with an operator beside them. Leaving the context ends all of them.
 
     ``memory`` limits the machines with these numbers, in bytes. The links of ``relayed`` machines can be slow.
     """
@@ -251,17 +251,17 @@ class Network:
         return self
 
     def operator(self, *command: str, timeout_s: float = 200, **environment: str) -> str:
-        """What a command of the operator writes."""
+        """The output of a command of the operator."""
         return _run([*self._as_operator(environment), *command], timeout_s)
 
     def begin(self, *command: str, **environment: str) -> subprocess.Popen[str]:
-        """A command of the operator that goes on."""
+        """Start a command of the operator."""
         command = (*self._as_operator(environment), *command)
         return subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, cwd=ROOT)
 
     @property
     def inside_operator(self) -> list[str]:
-        """What a command begins with to have the operator's network."""
+        """The command prefix that enters the operator's network."""
         return ["ip", "netns", "exec", self._hub]
 
     def _as_operator(self, environment: dict[str, str]) -> list[str]:
@@ -292,7 +292,7 @@ def _ip(*arguments: str) -> None:
 
 
 def until(condition: object, what: str, timeout_s: float = 300) -> None:
-    """Wait until a function without arguments says yes; what it raises counts as no."""
+    """Wait until ``condition`` returns true. An exception counts as false."""
     assert callable(condition)
     end = time.monotonic() + timeout_s
     while time.monotonic() < end:

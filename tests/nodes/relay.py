@@ -15,11 +15,11 @@ from collections import deque
 from contextlib import suppress
 
 _TUNSETIFF, _IFF_TAP, _IFF_NO_PI = 0x400454CA, 0x0002, 0x1000  # <linux/if_tun.h>
-_MOST_BYTES = 1 << 16  # of a frame
+_MOST_BYTES = 1 << 16  # bytes of a frame
 
 
 class Relay:
-    """Both directions of one link."""
+    """Relays frames in both directions of one link."""
 
     def __init__(self, names: list[str]) -> None:
         self.delay_s, self.loss = 0.0, 0.0
@@ -38,7 +38,7 @@ class Relay:
                 return
             if self._rng.random() < self.loss:
                 continue
-            waiting.append(frame)  # frames stay in order, also when the delay decreases
+            waiting.append(frame)  # frames stay in order, also if the delay decreases
             loop.call_later(self.delay_s, self._pass_on, target, waiting)
 
     @staticmethod
@@ -54,7 +54,7 @@ def _open_tap(name: str) -> int:
 
 
 async def main() -> None:
-    """Relay until standard input ends."""
+    """Relay until standard input closes."""
     relay, lines = Relay(sys.argv[1:]), asyncio.StreamReader()
     await asyncio.get_running_loop().connect_read_pipe(lambda: asyncio.StreamReaderProtocol(lines), sys.stdin)
     print("ready", flush=True)

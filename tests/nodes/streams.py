@@ -1,6 +1,6 @@
-"""Read streams through several proxies, resuming what is cut:  python -m tests.nodes.streams COUNT TOKENS URL…
+"""Read streams through several proxies, and resume cut streams:  python -m tests.nodes.streams COUNT TOKENS URL…
 
-Prints one JSON object a stream: its text, and the longest time in seconds without an event, and when that began.
+Prints one JSON object per stream: its text, the longest time without an event in seconds, and when that began.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ HEADERS = {"content-type": "application/json", "x-raylm-resumable": "true"}
 
 
 async def read(number: int, tokens: int, urls: list[str]) -> dict[str, Any]:
-    """One stream, greedy or drawn, to its end."""
+    """Read one stream, greedy or sampled, to its end."""
     question = f"Tell me story number {number} about caches."
     body = {"messages": [{"role": "user", "content": question}], "stream": True, "max_tokens": tokens}
     body |= {"ignore_eos": True, "seed": number, "temperature": 0.9 if number % 4 else 0.0}
@@ -36,7 +36,7 @@ async def read(number: int, tokens: int, urls: list[str]) -> dict[str, Any]:
                 client.stream("POST", url, content=content, headers=headers) as answer,
             ):
                 event_id = ""
-                async for line in answer.aiter_lines():  # an error has none that count
+                async for line in answer.aiter_lines():  # an error answer has no data lines
                     name, _, value = line.partition(": ")
                     if name == "id":
                         event_id = value
@@ -57,7 +57,7 @@ async def read(number: int, tokens: int, urls: list[str]) -> dict[str, Any]:
 
 
 async def main() -> None:
-    """Read all of them at once."""
+    """Read all streams at once."""
     count, tokens, *urls = sys.argv[1:]
     async with asyncio.timeout(400):
         for found in await asyncio.gather(*(read(number, int(tokens), urls) for number in range(int(count)))):

@@ -23,7 +23,10 @@ REPLICAS = ("--engine.replicas", "3", "--ingress.replicas", "3")
 
 @pytest.fixture(scope="module")
 def cluster(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Cluster]:
-    """Without a server. The machines have the file that the first command of the page writes, with more replicas."""
+    """A cluster without a server.
+
+    The machines have the file that the page's first command prints, with more replicas.
+    """
     folder = tmp_path_factory.mktemp("machines")
     with Network(3, folder) as network:
         cluster = Cluster(network, folder)
@@ -48,7 +51,7 @@ def all_answer(cluster: Cluster) -> None:
 
 
 def interrupt(machine: Machine, command: str) -> None:
-    """Ctrl-C for a command that runs on a machine, and wait until it has ended."""
+    """Interrupt a command on a machine with SIGINT, and wait until it has ended."""
 
     def running() -> list[int]:
         return [pid for pid in machine.members() if command in _words(pid)]
@@ -82,7 +85,7 @@ def test_serve_run(cluster: Cluster) -> None:
 
 
 def test_raylm_serve(cluster: Cluster) -> None:
-    """On a machine that is not the head."""
+    """The command runs on a machine that is not the head."""
     machine = cluster.network.machines[1]
     machine.begin(*SERVE, *REPLICAS, RAY_ADDRESS=f"{cluster.head.address}:6379")
     all_answer(cluster)

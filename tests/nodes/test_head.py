@@ -1,4 +1,4 @@
-"""The head of a cluster is lost, or its GCS: with Redis no stream is cut, and with Postgres responses can be read."""
+"""The loss of a cluster's head, or of its GCS: Redis keeps all streams, and Postgres keeps responses readable."""
 
 from __future__ import annotations
 
@@ -26,12 +26,12 @@ pytestmark = [
     pytest.mark.skipif(MISSING is not None, reason=f"machines, Postgres and Redis: {MISSING}"),
 ]
 REDIS_PORT = 6400
-AWAY_S = 10.0  # far below the 60 s that Ray's processes wait for a GCS
+AWAY_S = 10.0  # far less than the 60 s for which Ray's processes wait for a GCS
 
 
 @pytest.fixture(scope="module")
 def cluster(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Cluster]:
-    """A node beside the head, which has no engine and no ingress. The operator has Redis and Postgres."""
+    """A node and a head without an engine and an ingress. The operator runs Redis and Postgres."""
     folder = tmp_path_factory.mktemp("machines")
     with Network(2, folder) as network:
         options = ("--bind", OPERATOR, "--port", str(REDIS_PORT), "--protected-mode", "no", "--save", "")
@@ -49,7 +49,7 @@ def cluster(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Cluster]:
 
 
 def restart_gcs(cluster: Cluster) -> None:
-    """End the head's GCS alone, and start it again as Ray started it."""
+    """Kill only the head's GCS, and start it again with Ray's command."""
     (pid,) = [one for one in cluster.head.members() if _command(one)[0].endswith("/gcs_server")]
     command = _command(pid)
     environment = dict(one.split("=", 1) for one in Path(f"/proc/{pid}/environ").read_text().split("\0") if "=" in one)
@@ -59,7 +59,7 @@ def restart_gcs(cluster: Cluster) -> None:
 
 
 def restart_head(cluster: Cluster) -> None:
-    """End the head's whole machine, and start it again."""
+    """Kill the head's machine, and start it again."""
     cluster.head.kill()
     time.sleep(AWAY_S)
     cluster.head.start()
@@ -67,7 +67,7 @@ def restart_head(cluster: Cluster) -> None:
 
 
 def ask(cluster: Cluster, path: str, *options: str) -> dict[str, Any]:
-    """What the node answers for a stored response."""
+    """The node's answer to a request for stored responses."""
     url = f"http://{cluster.served[0].address}:8000/v1/responses{path}"
     found: dict[str, Any] = json.loads(cluster.network.operator("curl", "-sf", "-m", "60", *options, url))
     return found
@@ -85,7 +85,7 @@ def test_no_stream_is_cut_when_the_gcs_starts_again(
     body = {"model": "embedded", "input": "Hi", "max_output_tokens": 8}
     stored = ask(cluster, "", "-H", "content-type: application/json", "-d", json.dumps(body))
     streams = cluster.begin_streams(cluster.served)
-    time.sleep(4)  # for all of them to have begun
+    time.sleep(4)  # so that all streams have begun
     with ThreadPoolExecutor(1) as pool:
         over = pool.submit(fault, cluster)
         time.sleep(AWAY_S / 2)
@@ -98,4 +98,4 @@ def test_no_stream_is_cut_when_the_gcs_starts_again(
     assert [one["cuts"] for one in found] == [[]] * len(found)
     assert [one["text"] for one in found] == undisturbed
     assert read == stored
-    cluster.wait_until_whole()  # it knows the actors again
+    cluster.wait_until_whole()  # the GCS knows the actors again

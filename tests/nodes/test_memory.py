@@ -26,14 +26,14 @@ pytestmark = [
 GIB = 1 << 30
 LIMIT = 5 * GIB // 2
 SIZES = {"hidden_size": 2048, "intermediate_size": 8192, "num_attention_heads": 16, "num_key_value_heads": 8}
-LAYERS = 21  # 120 MiB each
+LAYERS = 21  # of 120 MiB each
 PROMPT = "The scheduler batches sequences"
 TOKENS = 12
 
 
 @pytest.fixture(scope="module")
 def cluster(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Cluster]:
-    """A head without engines, and two machines with a core and little memory each."""
+    """A head without engines, and two machines with one core and little memory each."""
     folder = tmp_path_factory.mktemp("machines")
     with Network(3, folder, {2: LIMIT, 3: LIMIT}) as network:
         yield Cluster(network, folder, head_cpus=0)
@@ -41,7 +41,7 @@ def cluster(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Cluster]:
 
 @pytest.fixture(scope="module")
 def model(cluster: Cluster) -> Path:
-    """The same path on all machines; returns it as this process sees it."""
+    """Write a checkpoint to the same path on all machines. Returns its path for this process."""
     first, *others = [machine.home / "model" for machine in cluster.network.machines]
     make_checkpoint(first, "qwen3", dtype=torch.bfloat16, head_dim=128, num_hidden_layers=LAYERS, **SIZES)
     for other in others:

@@ -1,4 +1,4 @@
-"""Three machines of one cluster: whatever ends or silences one of them, no text changes and no stream waits long.
+"""Three machines of one cluster: whichever of them dies or goes silent, no text changes and no stream waits long.
 
 The environment variable TIMES sets how often each fault happens.
 """
@@ -23,8 +23,8 @@ pytestmark = [
 
 TIMES = int(os.environ.get("TIMES", "1"))
 FREEZE_S = 20
-# Ray's own limits let a stream of a lost engine wait for 63 s; without keep-alives of HAProxy's a stream of an ingress
-# without power has no limit. What is asserted tells the two apart on a slow machine too; the figures are printed.
+# With Ray's own limits, a stream of a lost engine waits for 63 s. Without HAProxy's keep-alives, a stream of an ingress
+# without power waits forever. The bound is less, also on a slow machine. The figures are printed.
 LONGEST_GAP_S = 45
 
 
@@ -39,7 +39,7 @@ def cluster(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Cluster]:
 
 @pytest.fixture(scope="module")
 def texts(cluster: Cluster) -> list[str]:
-    """Of an undisturbed run."""
+    """The texts of an undisturbed run."""
     return [found["text"] for found in results(cluster.begin_streams(cluster.network.machines))]
 
 
@@ -61,7 +61,7 @@ def partition(machine: Machine) -> None:
 
 
 def test_replicas_are_spread(cluster: Cluster) -> None:
-    """Comes first: what a lost machine had is on the others afterwards."""
+    """Runs first, because later tests move replicas to other machines."""
     every = [machine.address for machine in cluster.network.machines]
     assert [cluster.nodes_of(kind) for kind in ("Ingress", "EngineCore", "Worker")] == [every] * 3
     assert sorted(one["node"] for one in cluster.seen()["ingresses"]) == every
@@ -71,7 +71,7 @@ def test_a_client_on_any_machine_sees_the_cluster_and_others_do_not(cluster: Clu
     cluster.wait_until_whole()
     ask = ("curl", "-s", "-o", os.devnull, "-w", "%{http_code}")
     for machine in cluster.network.machines:
-        for _ in range(9):  # whichever ingress HAProxy takes
+        for _ in range(9):  # HAProxy may choose any ingress
             assert machine.run(*ask, "http://localhost:8000/v1/cluster") == "200"
         assert cluster.network.operator(*ask, f"http://{machine.address}:8000/v1/cluster") == "403"
 
@@ -86,7 +86,7 @@ def test_a_machine_that_goes_takes_no_text_with_it(
     assert lost.address in cluster.nodes_of("Ingress")
     stay = [machine for machine in cluster.network.machines if machine is not lost]
     streams = cluster.begin_streams(stay)
-    time.sleep(4)  # for all of them to have begun, on whichever machine
+    time.sleep(4)  # so that all streams have begun, on any machine
     try:
         with ThreadPoolExecutor(1) as pool:
             over = pool.submit(fault, lost)

@@ -1,4 +1,4 @@
-"""A machine is lost with what the ingresses share: limits hold, and stored responses stay or are refused at once."""
+"""Loss of the machine with the ingresses' shared state: limits hold, and responses are kept or refused at once."""
 
 from __future__ import annotations
 
@@ -23,19 +23,19 @@ pytestmark = [
     pytest.mark.long,
     pytest.mark.skipif(MISSING is not None, reason=f"machines and Postgres: {MISSING}"),
 ]
-TIGHT = 20  # requests in a minute of the key of this name
+TIGHT = 20  # requests per minute of the key "tight"
 KEYS = f"root: sk-root admin\nwide: sk-wide requests_per_minute=1000000\ntight: sk-tight requests_per_minute={TIGHT}\n"
 BACKGROUND, TOKENS = 4, 2000
-RATES = {"wide": 4.0, "tight": 1.0}  # requests of a key in a second
-BEFORE_S, AFTER_S = 15.0, 75.0  # of the loss
+RATES = {"wide": 4.0, "tight": 1.0}  # requests per second of a key
+BEFORE_S, AFTER_S = 15.0, 75.0  # relative to the loss
 REPORT_S = 1.0
 MOST_CUT = 4  # HAProxy notices after 11 s
-LONGEST_S = 20.0  # for an answer; 60 and more without the limits of RayLM. The figures are printed.
+LONGEST_S = 20.0  # of an answer; 60 and more without RayLM's limits. The figures are printed.
 
 
 @contextmanager
 def serving(folder: Path, keys: str = "") -> Iterator[Cluster]:
-    """Two machines with an ingress and an engine each, beside the head. With keys, the store is a Postgres."""
+    """Two machines with an ingress and an engine each, besides the head. With keys, the store is a Postgres server."""
     with Network(3, folder) as network, ExitStack() as stack:
         cluster = Cluster(network, folder, head_cpus=0)
         if keys:
@@ -50,7 +50,7 @@ def serving(folder: Path, keys: str = "") -> Iterator[Cluster]:
 
 
 def ask(cluster: Cluster, machine: Machine, path: str, body: dict[str, Any] | None = None) -> tuple[int, Any]:
-    """The status and the answer for a stored response, and for a new one with a ``body``."""
+    """(status, answer) of a request for a stored response, or for a new response with a ``body``."""
     options = ["-s", "-m", "100", "-w", "\n%{http_code}", "-H", f"authorization: Bearer {cluster.key}"]
     if body is not None:
         options += ["-H", "content-type: application/json", "-d", json.dumps({"model": "embedded"} | body)]
@@ -60,7 +60,7 @@ def ask(cluster: Cluster, machine: Machine, path: str, body: dict[str, Any] | No
 
 
 def begin_in_background(cluster: Cluster, machine: Machine, number: int) -> str:
-    """The id of a long response."""
+    """Start a long background response. Returns its id."""
     body = {"input": f"Story {number}", "background": True, "max_output_tokens": TOKENS, "temperature": 0}
     status, answer = ask(cluster, machine, "", body)
     assert status == 200, answer
@@ -68,7 +68,7 @@ def begin_in_background(cluster: Cluster, machine: Machine, number: int) -> str:
 
 
 def end_of(cluster: Cluster, machine: Machine, response_id: str) -> dict[str, Any]:
-    """The response when it has ended. Only the loss of its ingress may delay an answer."""
+    """The response after it has ended. Only the loss of its ingress may delay it."""
     found: dict[str, Any] = {}
 
     def has_ended() -> bool:
@@ -81,7 +81,7 @@ def end_of(cluster: Cluster, machine: Machine, response_id: str) -> dict[str, An
 
 
 def texts(cluster: Cluster, machine: Machine, meanwhile: Callable[[], None]) -> list[str]:
-    """The texts of background responses, which begin before something happens."""
+    """The texts of background responses that begin before ``meanwhile`` is called."""
     ids = [begin_in_background(cluster, machine, number) for number in range(BACKGROUND)]
     meanwhile()
     ended = [end_of(cluster, machine, one) for one in ids]
@@ -124,14 +124,14 @@ def test_limits_hold_and_background_responses_go_on_without_the_machine_of_the_s
     cut = [ask["s"] for ask in after if not ask["status"]]  # sent on open connections to the lost ingress
     assert len(cut) <= MOST_CUT
     assert {ask["status"] for ask in after} <= {0, 200, 503}
-    assert most <= TIGHT + forgotten  # docs/keys.md: what was granted since the last report of a lost replica
+    assert most <= TIGHT + forgotten  # docs/keys.md: grants since the last report of a lost replica
     assert slow[-1] < LONGEST_S
 
 
 def test_without_the_machine_of_the_store_its_requests_are_refused(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """The store is a file on the head, so its loss ends this cluster soon."""
+    """The store is a file on the head, so the cluster ends soon after its loss."""
     with serving(tmp_path) as cluster:
         stays = cluster.served[0]
         status, stored = ask(cluster, stays, "", {"input": "Hi", "max_output_tokens": 4})

@@ -1,6 +1,6 @@
-"""Three machines of one cluster, none of which is lost: slow links and busy processors change no text and end nothing.
+"""Three machines of one cluster without losses: slow links and busy processors change no text and end no process.
 
-The environment variable MINUTES sets the length of the test beside busy processors.
+The environment variable MINUTES sets the length of the test with busy processors.
 """
 
 from __future__ import annotations
@@ -24,9 +24,9 @@ pytestmark = [
     pytest.mark.skipif(lacking() is not None, reason=f"machines: {lacking()}"),
 ]
 MINUTES = float(os.environ.get("MINUTES", "3"))
-DELAY_S, LOSS = 0.05, 0.01  # of each frame to and from one machine
+DELAY_S, LOSS = 0.05, 0.01  # for each frame to and from one machine
 STAGES_DELAY_S, STAGE_TOKENS = 0.005, 400
-# The median time of a handshake with the proxy of a machine, in seconds
+# Measures the median seconds of a TCP handshake with a machine's proxy.
 ROUND_TRIP = """
 import socket, statistics, sys, time
 
@@ -50,7 +50,7 @@ def cluster(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Cluster]:
 
 @contextmanager
 def busy_processors() -> Iterator[None]:
-    """Two processes that compute all the time."""
+    """Run two processes that compute all the time."""
     loops = [subprocess.Popen([sys.executable, "-c", "while True: pass"]) for _ in range(2)]
     try:
         yield
@@ -61,7 +61,7 @@ def busy_processors() -> Iterator[None]:
 
 
 def actors(cluster: Cluster) -> list[tuple[str, str, int, str]]:
-    """The actors, each with its process and state."""
+    """The actors with their processes and states."""
     found = cluster.seen()["actors"]
     return sorted((one["kind"], one["node"], one["pid"], one["state"]) for one in found)
 
@@ -91,7 +91,7 @@ def test_busy_processors_end_nothing(cluster: Cluster, capsys: pytest.CaptureFix
             found = results(cluster.begin_streams(cluster.network.machines))
             gaps.append(max(one["gap"][0] for one in found))
             assert [one["cuts"] for one in found] == [[]] * len(found)
-            time.sleep(min(30, max(0.0, end - time.monotonic())))  # also an idle cluster loses none
+            time.sleep(min(30, max(0.0, end - time.monotonic())))  # an idle cluster must lose no actor either
     with capsys.disabled():
         print(f"\n{MINUTES:.0f} minutes beside two busy processes: {len(gaps)} times, longest gap {max(gaps):.1f} s")
     assert actors(cluster) == before
@@ -100,17 +100,17 @@ def test_busy_processors_end_nothing(cluster: Cluster, capsys: pytest.CaptureFix
 def test_a_delay_between_stages_costs_one_round_trip_a_step(
     cluster: Cluster, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """Comes last, because it serves the model by two stages."""
+    """Runs last, because it serves the model with two stages."""
     cluster.deploy(pipeline_parallel_size=2, replicas=1)
     assert len(cluster.nodes_of("Worker")) == len(set(cluster.nodes_of("Worker"))) == 2
     assert set(cluster.nodes_of("EngineCore")) < set(cluster.nodes_of("Worker"))
 
     def token_s() -> float:
-        """The time for a token of a stream without others."""
+        """The seconds per token of a single stream."""
         every = [results(cluster.begin_streams(cluster.network.machines, 1, STAGE_TOKENS))[0]["s"] for _ in range(3)]
         return statistics.median(every) / STAGE_TOKENS
 
-    token_s()  # warms up
+    token_s()  # warm-up
     without_s = token_s()
     for machine in cluster.network.machines:
         machine.slow(STAGES_DELAY_S / 2)  # a frame passes two links
@@ -120,4 +120,4 @@ def test_a_delay_between_stages_costs_one_round_trip_a_step(
     with capsys.disabled():
         shown = f"{without_s * 1e3:.1f} ms a token without delay, {late_s * 1e3:.1f} ms with"
         print(f"\n{shown}: {round_trips:.2f} round trips of {round_trip_s * 1e3:.1f} ms")
-    assert round_trips < 1.5  # 2 and more if a step waited for one more message, or a packet for an acknowledgement
+    assert round_trips < 1.5  # 2 or more if a step waited for another message or for an acknowledgement
