@@ -1,4 +1,4 @@
-"""Autoscaling of a simulated fleet: decisions by hand, and requests whose engine ends."""
+"""Autoscaling of a simulated fleet: decisions for given loads, and requests whose engine ends."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ def test_more_engines_are_started_after_three_seconds_and_fewer_after_the_delay(
     loads = [BUSY] * 5 + [IDLE] * 2 + [BUSY] * 4
     assert [scaler.decide([load], float(now)) for now, load in enumerate(loads)] == [1, 1, 1, 4, 4, 4, 4, 4, 4, 4, 4]
     quiet = [scaler.decide([IDLE] * 4, float(now)) for now in range(11, 18)]
-    assert quiet == [4, 4, 4, 4, 4, 1, 1], "five seconds without a pause"
+    assert quiet == [4, 4, 4, 4, 4, 1, 1], "after five seconds without a break"
 
 
 def test_a_pause_begins_the_delay_again() -> None:
@@ -56,7 +56,7 @@ def test_a_backlog_starts_engines_and_quiet_ends_them() -> None:
     first, *others = held(outcome)
     assert first == pytest.approx(outcome.end_s)
     assert len(others) == 3
-    assert all(8 < seconds < 40 for seconds in others), "they were started after 3 s, and ended 10 s after their work"
+    assert all(8 < seconds < 40 for seconds in others), "started after 3 s, and ended 10 s after their last work"
     assert {one.engine for one in outcome.served if one.at >= 60} == {"engine-0"}
     assert figures(outcome, Targets())["engine_s"] == pytest.approx(sum(held(outcome)))
 
@@ -71,12 +71,15 @@ def test_engines_that_start_late_help_less() -> None:
 
 @pytest.mark.parametrize(("staleness_s", "ingresses"), [(0.0, 1), (0.2, 2)])
 def test_another_engine_continues_the_requests_of_an_engine_that_ends(staleness_s: float, ingresses: int) -> None:
-    """Long answers keep two engines open. The engine that ends hands its answers over, and no token is drawn twice."""
+    """Long answers keep two engines running.
+
+    The engine that ends hands its answers over, and no token is drawn twice.
+    """
     asked = burst(60) + [SimulatedRequest(2.0, [5, n], [8, 9, 10, n + 20], 4000) for n in range(8)]
     outcome = simulate(fleet(2.0, staleness_s, ingresses, max=2, downscale_delay_s=2), Replay(asked))
     assert [one.error for one in outcome.served] == [""] * 68
     ends = {name: seconds for name, seconds in outcome.held_s.items() if seconds < outcome.end_s}
-    assert set(ends) == {"engine-1"}, "it ended while answers were being drawn"
+    assert set(ends) == {"engine-1"}, "it ended while answers were generated"
     long = [one for one in outcome.served if one.output_tokens == 4000]
     assert {one.engine for one in long} == {"engine-0"}
     steps = sum(outcome.intervals.values())

@@ -1,4 +1,4 @@
-"""Converters of production traces: slices of the real files, damaged lines, sessions, and what they read at once."""
+"""Converters of production traces: extracts of real files, damaged lines, sessions, and bounded reading."""
 
 from __future__ import annotations
 
@@ -42,7 +42,7 @@ def test_mooncake_keeps_times_lengths_and_whole_blocks() -> None:
         assert line["arrival"] == one["timestamp"] / 1000
         assert (line["prompt_tokens"], line["output_tokens"]) == (one["input_length"], one["output_length"])
         assert line["blocks"] == one["hash_ids"][: len(line["blocks"])]
-        assert len(line["blocks"]) == one["input_length"] // 512, "an id of a part of a block is shared by no other"
+        assert len(line["blocks"]) == one["input_length"] // 512, "a hash of a partial block is never shared"
 
 
 def test_azure_counts_from_the_first_request() -> None:
@@ -79,7 +79,7 @@ def test_sessions_of_agents_share_no_block(tmp_path: Path) -> None:
 def test_subagents_are_turns_of_their_session_and_their_time_is_no_thought(
     tmp_path: Path, duration_ms: int | None, think_s: int
 ) -> None:
-    """Without a duration the agent did not wait for the subagent."""
+    """If the duration is missing, the agent did not wait for the subagent."""
 
     def one(at: float, think_s: float) -> dict[str, Any]:
         return {"type": "n", "t": at, "in": 100, "out": 5, "hash_ids": [1], "api_time": 2.0, "think_time": think_s}
@@ -129,7 +129,7 @@ def test_each_line_is_a_line_of_a_trace_and_can_be_simulated(name: str, tmp_path
 
 @pytest.mark.parametrize("name", ["mooncake", "azure", "agents"])
 def test_files_are_read_as_the_lines_are_taken(name: str, tmp_path: Path) -> None:
-    """Memory is bounded: after the first line most bytes are still to be read."""
+    """Memory is bounded: after the first line most bytes are unread."""
     file = tmp_path / FILES[name].name
     head, *rest = FILES[name].read_text().splitlines(keepends=True)
     if name == "agents":
@@ -143,7 +143,7 @@ def test_files_are_read_as_the_lines_are_taken(name: str, tmp_path: Path) -> Non
     size = sum(path.stat().st_size for path in paths)
     assert sum(read) < size / 20
     assert len(list(lines)) > 40
-    assert sum(read) == size, "the progress ends with the files"
+    assert sum(read) == size, "all bytes are reported at the end"
 
 
 @pytest.mark.parametrize(

@@ -1,4 +1,4 @@
-"""Recordings of live engines: decided again, simulated again, and what is wrong with others."""
+"""Recordings of real engines: decisions are repeated, simulations agree, and errors in recordings are reported."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ from tests.fakes import FakeExecutor, FakeWorker
 
 
 async def recorded(folder: Path, seed: int, num_blocks: int = 40, policy: str = "fcfs") -> Path:
-    """A live engine with small numbers, shared beginnings, several sequences, ends of all kinds and preemptions."""
+    """Record a real engine with small numbers: common prefixes, several sequences, all kinds of ends, preemptions."""
     rng, size = random.Random(seed), {"max_num_seqs": 8, "max_num_batched_tokens": 64}
     settings = Config(
         cache=CacheConfig(num_blocks=num_blocks),
@@ -70,7 +70,7 @@ async def test_a_recorded_engine_is_scheduled_again_step_by_step(
     assert kinds >= {"engine", "add", "schedule", "update", "request"}
     assert replay(path) == sum(line["kind"] == "schedule" for line in lines) > 50
     computed = [sum(line["num_computed"]) for line in lines if line["kind"] == "schedule" and line["new"]]
-    assert any(computed), "no prefix was ever found"
+    assert any(computed), "no prefix hit"
 
 
 async def test_a_step_that_was_decided_otherwise_is_named(tmp_path: Path) -> None:
@@ -177,7 +177,7 @@ def test_a_recorded_fleet_is_simulated_as_it_was(tmp_path: Path) -> None:
 
 
 def hit_rate(path: Path) -> float:
-    """By what the plans began with, of sequences that ended and were not preempted."""
+    """The hit rate by the plans, over sequences that ended and were not preempted."""
     lines = [json.loads(line) for line in path.read_text().splitlines()]
     rows = [
         (dict(zip(line["seq_ids"], line["num_computed"], strict=True)), line["new"])

@@ -1,4 +1,4 @@
-"""Simulation: times that can be worked out by hand, and that nothing is lost."""
+"""Simulation: times that can be calculated by hand, and complete answers."""
 
 from __future__ import annotations
 
@@ -62,7 +62,7 @@ def test_every_request_of_every_load_is_served_once_and_again_alike(
         return [(one.prompt_tokens, one.engine, one.first_s, one.last_s) for one in served]
 
     found = outcome()
-    assert found == outcome(), "the same seed, another outcome"
+    assert found == outcome(), "the same seed must give the same result"
     assert len(found) >= 12
     assert all(0 <= first <= last for _, _, first, last in found)
 

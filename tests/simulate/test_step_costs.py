@@ -1,4 +1,4 @@
-"""StepCosts: fitted to steps."""
+"""StepCosts, fitted to steps."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Traces: what lines say, and how wrong ones are refused."""
+"""Traces: the meaning of lines, and errors in them."""
 
 from __future__ import annotations
 
@@ -52,7 +52,7 @@ def test_an_empty_trace_and_none_at_all_are_refused(tmp_path: Path) -> None:
 def test_requests_come_in_the_order_of_arrival_and_begin_at_0(tmp_path: Path) -> None:
     found = list(read_trace([written(tmp_path, GOOD | {"arrival": 9}, GOOD | {"key": "a"})], 16))
     assert [(one.at, one.key, len(one.prompt)) for one in found] == [(0, "a", 40), (7.5, "", 40)]
-    assert not set(found[0].prompt) & set(found[1].prompt), "nothing is shared without blocks"
+    assert not set(found[0].prompt) & set(found[1].prompt), "without blocks no prompts share tokens"
 
 
 def test_blocks_of_prompt_and_answer_are_found_by_who_comes_later(tmp_path: Path) -> None:
@@ -78,7 +78,7 @@ def test_different_blocks_of_a_trace_share_no_smaller_block_of_the_fleet(tmp_pat
 
 
 def test_a_turn_waits_for_the_answer_before_it_and_thinks(tmp_path: Path) -> None:
-    """The recorded times do not count, but for the first: answers here take longer than those of the trace."""
+    """Only the first recorded time counts, because answers take longer here than in the trace."""
     turns: list[dict[str, Any]] = [
         {"arrival": 1 + n, "prompt_tokens": 64 * (n + 1), "output_tokens": 100, "blocks": list(range(1, n + 2))}
         | {"block_size": 64, "session": "s", "think_s": 0.25 * n}

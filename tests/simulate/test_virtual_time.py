@@ -1,4 +1,4 @@
-"""VirtualLoop: time that passes while nothing is to be done."""
+"""VirtualLoop: time advances while no task can run."""
 
 from __future__ import annotations
 
