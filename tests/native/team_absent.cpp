@@ -1,6 +1,6 @@
-// Steps of a team whose other threads get no core: the caller computes all of them alone. Later the threads return.
+// Steps of a team whose other threads get no core. The caller computes all of them alone. Later the threads return.
 //
-//     team_absent THREADS       prints "right", or what went wrong
+//     team_absent THREADS       prints "right", or the error
 #include <csignal>
 #include <cstdio>
 #include <cstdlib>

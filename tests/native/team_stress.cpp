@@ -1,6 +1,6 @@
-// Steps of many phases on a team whose threads are held up at random: every value must be what one thread computes.
+// Steps of many phases on a team whose threads are delayed at random. Every value must equal that of one thread.
 //
-//     team_stress THREADS STEPS SEED       prints "right", or what went wrong
+//     team_stress THREADS STEPS SEED       prints "right", or the error
 #include <cstdint>
 #include <cstdio>
 #include <cstdlib>
@@ -20,13 +20,13 @@ uint64_t mix(uint64_t x) {
   return x ^ (x >> 29);
 }
 
-// How many pieces a phase has: none, few, or more than a team can do again.
+// The number of pieces of a phase: none, few, or more than a team can redo.
 int pieces(uint64_t seed, int phase) {
   static constexpr int kCounts[] = {1, 2, 7, 33, 64, 0, 300, 9000};
   return kCounts[mix(seed + 77 * phase) % 8];
 }
 
-// What a piece makes of the phase before.
+// The value of a piece, computed from the values of the previous phase.
 uint64_t value(const std::vector<uint64_t>& before, int piece, int phase) {
   const size_t size = before.size();
   return mix(before[piece % size] + 3 * before[(piece * 7 + 1) % size] + phase);

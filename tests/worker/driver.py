@@ -1,4 +1,4 @@
-"""Drives a ModelRunner as a scheduler would, with scattered blocks in a poisoned pool, and keeps all logits."""
+"""Drives a ModelRunner like a scheduler, with scattered blocks in a pool of NaN, and keeps all logits."""
 
 from __future__ import annotations
 
@@ -23,14 +23,14 @@ GREEDY = SamplingParams(temperature=0.0)
 
 
 def kv_caches(runner: ModelRunner) -> list[Tensor]:
-    """The pools, one a layer."""
+    """The KV cache of each layer."""
     pools = runner.forward._kv_caches  # type: ignore[attr-defined]
     return list(pools)
 
 
 @dataclass
 class Tracked:
-    """What the driver knows of a sequence: all its tokens, how many are computed, its blocks, its logits."""
+    """The driver's state of a sequence: tokens, number of computed tokens, blocks, and logits by position."""
 
     tokens: list[int]
     num_prompt_tokens: int
@@ -42,7 +42,7 @@ class Tracked:
 
 
 class Driver:
-    """Steps are asked for as {sequence: tokens to compute}."""
+    """Runs steps that are given as {sequence: tokens to compute}."""
 
     def __init__(
         self,
@@ -80,22 +80,22 @@ class Driver:
     def add(
         self, seq_id: int, tokens: Sequence[int], params: SamplingParams = GREEDY, prompt: int | None = None
     ) -> None:
-        """A new sequence, or one that comes back after preemption (then ``prompt`` tells its prompt's length)."""
+        """Add a sequence. For a sequence that returns after preemption, ``prompt`` is the length of its prompt."""
         self.sequences[seq_id] = Tracked(list(tokens), prompt or len(tokens), params)
 
     def share_prefix(self, seq_id: int, source: int, num_blocks: int) -> None:
-        """Let a sequence begin with computed blocks of another one."""
+        """Let a sequence begin with computed blocks of another sequence."""
         self.sequences[seq_id].blocks = self.sequences[source].blocks[:num_blocks]
         self.sequences[seq_id].computed = num_blocks * self.block_size
 
     def finish(self, seq_id: int) -> Tracked:
-        if not self.sequences[seq_id].is_new:  # else the worker has not heard of it
+        if not self.sequences[seq_id].is_new:  # otherwise the worker does not know it
             self.finished.append(seq_id)
         self.free += self.sequences[seq_id].blocks
         return self.sequences.pop(seq_id)
 
     def step(self, scheduled: Mapping[int, int]) -> ModelRunnerOutput:
-        """Run one step; drawn tokens are appended, logits of all computed positions kept."""
+        """Run one step. Append drawn tokens, and keep the logits of all computed positions."""
         order = sorted(scheduled, key=lambda seq_id: scheduled[seq_id] > 1)
         appended = [self._allocate(seq_id, scheduled[seq_id]) for seq_id in order]
         known = [self.sequences[seq_id].is_new for seq_id in order]
@@ -155,13 +155,13 @@ class Driver:
 
 
 class Reference:
-    """transformers on the same checkpoint."""
+    """transformers' model of the same checkpoint."""
 
     def __init__(self, path: Path) -> None:
         self.model = AutoModelForCausalLM.from_pretrained(path, attn_implementation="eager")
 
     def error(self, seq: Tracked) -> float:
-        """Largest difference of any recorded logit, relative to the largest logit."""
+        """The largest difference of any recorded logit, relative to the largest logit."""
         with torch.inference_mode():
             wanted = self.model(torch.tensor([seq.tokens[: seq.computed]])).logits[0]
         positions = sorted(seq.logits)
@@ -169,7 +169,7 @@ class Reference:
         return float((got - wanted[positions]).abs().max() / wanted.abs().max())
 
     def greedy(self, prompt: Sequence[int], count: int) -> list[int]:
-        """Prompt and ``count`` tokens after it."""
+        """The prompt and ``count`` tokens after it."""
         ids = torch.tensor([list(prompt)])
         out = self.model.generate(
             ids, attention_mask=torch.ones_like(ids), max_new_tokens=count, do_sample=False, eos_token_id=None
@@ -178,5 +178,5 @@ class Reference:
 
 
 def random_prompt(length: int, seed: int) -> list[int]:
-    """``length`` token ids of the small vocabulary, none of them special."""
+    """``length`` token ids of the small vocabulary, without special tokens."""
     return [int(token) for token in np.random.default_rng(seed).integers(5, 320, length)]

@@ -1,4 +1,4 @@
-"""Every attention backend equals a brute-force float64 reference, over any mix of sequences in a poisoned pool."""
+"""Every attention backend equals a brute-force float64 reference, for any mix of sequences, in a pool of NaN."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ TOLERANCE = {torch.float32: 2e-5, torch.bfloat16: 2e-2}
 
 @dataclass(frozen=True)
 class Case:
-    """``lengths`` are (past, new) tokens of each sequence."""
+    """``lengths`` has (past, new) tokens of each sequence."""
 
     lengths: list[tuple[int, int]]
     kv_heads: int
@@ -65,7 +65,7 @@ def cases(backend: str) -> st.SearchStrategy[Case]:
 def reference(
     q: Tensor, k: Tensor, v: Tensor, scale: float, window: int | None, softcap: float | None = None
 ) -> Tensor:
-    """One sequence in float64: ``q`` (new, heads, dim) are the last tokens of ``k`` and ``v`` (all, kv_heads, dim)."""
+    """Attention of one sequence in float64. ``q`` (new, heads, dim) belongs to the last rows of ``k`` and ``v``."""
     group, past = q.shape[1] // k.shape[1], len(k) - len(q)
     keys, values = (x.double().repeat_interleave(group, dim=1) for x in (k, v))
     seen = torch.zeros(len(q), len(k), dtype=torch.bool)
@@ -80,7 +80,7 @@ def reference(
 
 @pytest.fixture(autouse=True)
 def one_thread() -> Iterator[None]:
-    """So small products only lose time to threads."""
+    """Use one thread, because threads slow down such small products."""
     before = torch.get_num_threads()
     torch.set_num_threads(1)
     yield
@@ -88,7 +88,7 @@ def one_thread() -> Iterator[None]:
 
 
 class Pool:
-    """A pool full of NaN, block tables of shuffled blocks, and the true keys and values beside it."""
+    """A pool filled with NaN, block tables of shuffled blocks, and the true keys and values."""
 
     def __init__(self, case: Case, backend_name: str) -> None:
         self.case = case
@@ -115,7 +115,7 @@ class Pool:
         return torch.randn(tokens, heads, self.case.head_dim, generator=self.generator).to(self.case.dtype)
 
     def run(self, spans: list[tuple[int, int]], q: Tensor) -> Tensor:
-        """One step of tokens ``start`` .. ``end`` of each sequence; sequences with one token must be first."""
+        """Run one step with tokens ``start`` .. ``end`` of each sequence. Sequences with one token must be first."""
         members = [seq for seq, (start, end) in enumerate(spans) if end > start]
         counts = [spans[seq][1] - spans[seq][0] for seq in members]
         positions = np.concatenate([np.arange(*spans[seq]) for seq in members])
@@ -138,7 +138,7 @@ class Pool:
         return self.backend.forward(q, k, v, self.kv, self.backend.prepare(metadata), self.spec)
 
     def write_past(self) -> None:
-        """Bring the past of every sequence into the pool, by steps of the backend itself, one sequence each."""
+        """Write the past of every sequence into the pool with the backend, one sequence per step."""
         for seq, (past, _) in enumerate(self.case.lengths):
             spans = [(0, past if at == seq else 0) for at in range(len(self.totals))]
             if past:
@@ -155,7 +155,7 @@ def worst_error(pool: Pool) -> float:
         wanted.append(reference(*mine, pool.spec.scale, pool.case.window, pool.case.softcap))
         start += new
     assert out.shape == q.shape
-    assert out.isfinite().all(), "a slot was read that nothing was written to"
+    assert out.isfinite().all(), "an unwritten slot was read"
     return float((out.double() - torch.cat(wanted)).abs().max())
 
 
@@ -198,7 +198,7 @@ def test_only_the_slots_of_the_step_are_written(name: str) -> None:
 
 @pytest.mark.parametrize("name", ON_CPU)
 def test_a_sequence_does_not_see_its_neighbours(name: str) -> None:
-    """A sequence whose values are not numbers harms nobody but itself."""
+    """A sequence whose keys and values are NaN changes no other sequence."""
     pool = Pool(Case([(40, 1), (9, 1), (3, 5)], 1, 2, 16, 16, None, torch.float32, 0), name)
     pool.k[1].fill_(float("nan"))
     pool.v[1].fill_(float("nan"))

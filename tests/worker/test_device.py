@@ -1,4 +1,4 @@
-"""Which device a worker computes on, and the blocks that it has there."""
+"""The device of a worker, and its KV blocks."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from raylm.worker.startup import resolve_device
 
 @pytest.fixture
 def machine(monkeypatch: pytest.MonkeyPatch) -> pytest.MonkeyPatch:
-    """Torch for CUDA on a machine whose GPU it cannot use, which nobody was given."""
+    """A CUDA build of torch on a machine whose GPU it cannot use. Ray gave the process no GPU."""
 
     def is_available() -> bool:
         warnings.warn("CUDA initialization: The NVIDIA driver on your system is too old", stacklevel=2)
@@ -27,7 +27,7 @@ def machine(monkeypatch: pytest.MonkeyPatch) -> pytest.MonkeyPatch:
 
 def test_without_a_gpu_the_cpu_serves(machine: pytest.MonkeyPatch) -> None:
     assert resolve_device("auto") == resolve_device("cpu") == torch.device("cpu")
-    machine.setenv("CUDA_VISIBLE_DEVICES", "")  # as Ray has it for actors without GPUs
+    machine.setenv("CUDA_VISIBLE_DEVICES", "")  # as Ray sets it for actors without GPUs
     assert resolve_device("auto") == torch.device("cpu")
 
 
@@ -38,7 +38,7 @@ def test_with_a_gpu_it_serves(machine: pytest.MonkeyPatch) -> None:
 
 
 def test_a_gpu_that_cannot_be_used_is_refused_by_its_reason(machine: pytest.MonkeyPatch) -> None:
-    """Ray gave the worker a GPU, so it does not serve on the CPU instead."""
+    """Ray gave the worker a GPU, so it must not serve on the CPU."""
     machine.setenv("CUDA_VISIBLE_DEVICES", "3")
     with pytest.raises(ConfigError, match=r"^device: this worker was given GPU 3 .*The NVIDIA driver .* is too old"):
         resolve_device("auto")

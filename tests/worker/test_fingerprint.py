@@ -1,4 +1,4 @@
-"""Whatever changes the tokens changes the fingerprint, and it says where nothing is promised."""
+"""Everything that changes tokens changes the fingerprint. A fingerprint without a guarantee ends with ``_varies``."""
 
 from __future__ import annotations
 

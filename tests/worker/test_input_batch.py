@@ -1,4 +1,4 @@
-"""InputBatch: its columns against plain lists, over random lives of sequences."""
+"""InputBatch: its columns, compared with plain lists, in random sequences of calls."""
 
 import numpy as np
 import pytest
@@ -18,7 +18,7 @@ def new_sequence(seq_id: int, tokens: list[int], blocks: list[int], **fields: ob
 
 
 class Model:
-    """The same as lists."""
+    """The same data as lists."""
 
     def __init__(self) -> None:
         self.tokens: dict[int, list[int]] = {}

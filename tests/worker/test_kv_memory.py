@@ -1,4 +1,4 @@
-"""KVMemory: what the pool will need is there before a step writes it, and nothing beyond."""
+"""KVMemory: the pool's memory exists before a step writes it, and no more than needed."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from raylm.worker import kv_memory
 from raylm.worker.kv_memory import KVMemory
 
 BLOCKS, BLOCK_BYTES, AHEAD = 64, 1 << 20, 16
-FEW = 5  # faults that the interpreter may have meanwhile; the blocks ahead have 32 if they are not there
+FEW = 5  # faults of the interpreter in the meantime; missing blocks would give 32 or more
 
 
 @pytest.fixture
@@ -25,9 +25,9 @@ def halves() -> list[torch.Tensor]:
 
 
 def faults(halves: list[torch.Tensor], first: int, last: int) -> int:
-    """How often the system gives memory while blocks are written."""
+    """The number of page faults while blocks are written."""
     torch.set_num_threads(1)
-    torch.zeros(BLOCK_BYTES, dtype=torch.uint8).fill_(1)  # what the call itself needs is there
+    torch.zeros(BLOCK_BYTES, dtype=torch.uint8).fill_(1)  # the memory that the call itself needs exists already
     before = getrusage(RUSAGE_THREAD).ru_minflt
     for half in halves:
         half[first:last].fill_(1)
@@ -37,7 +37,7 @@ def faults(halves: list[torch.Tensor], first: int, last: int) -> int:
 def test_the_first_blocks_are_there_before_the_first_step_and_no_others(halves: list[torch.Tensor]) -> None:
     KVMemory(halves, AHEAD).wait()
     assert faults(halves, 0, AHEAD) <= FEW
-    assert faults(halves, AHEAD + 2, BLOCKS) > 40, "a huge page may reach beyond by 2 MiB"
+    assert faults(halves, AHEAD + 2, BLOCKS) > 40, "a huge page may reach 2 MiB further"
 
 
 def test_and_those_ahead_of_what_is_written(halves: list[torch.Tensor]) -> None:
@@ -62,7 +62,7 @@ class Clock:
 
 @pytest.fixture
 def clock(monkeypatch: pytest.MonkeyPatch) -> Clock:
-    """A step begins before the thread asks for memory, however busy the machine is."""
+    """With this clock a step begins before the thread asks for memory, however busy the machine is."""
     clock = Clock()
     monkeypatch.setattr(kv_memory, "time", clock)
     return clock
@@ -95,9 +95,9 @@ def test_the_thread_ends_with_the_worker(halves: list[torch.Tensor], clock: Cloc
         thread = memory._thread
         assert thread is not None
         time.sleep(0.1)
-        assert thread.is_alive(), "it waits for the step to end"
+        assert thread.is_alive(), "the thread waits for the step to end"
     del memory
-    gc.collect()  # its generator of missing pieces refers to it
+    gc.collect()  # the generator of missing pieces refers to it
     thread.join(300)
     assert not thread.is_alive()
 
@@ -122,7 +122,7 @@ def test_there_is_nothing_to_do_on_a_gpu() -> None:
 
 
 def test_a_program_may_end_while_memory_is_asked_for() -> None:
-    """A daemon thread would abort the process where torch waits for the interpreter."""
+    """A daemon thread would abort the process if torch waits for the interpreter at its end."""
     program = (
         "import time\n"
         "from raylm.native import huge_empty\n"

@@ -1,4 +1,4 @@
-"""The runner's logits and greedy tokens equal transformers', however steps, chunks and blocks are laid out."""
+"""The runner's logits and greedy tokens equal transformers', however steps, chunks and blocks are arranged."""
 
 from __future__ import annotations
 
@@ -92,7 +92,7 @@ def test_shared_prefix_blocks(make: Maker) -> None:
     assert min(driver.sequences[1].logits) == 32
 
 
-@pytest.mark.parametrize("family", ["llama", "qwen3"])  # by the native decoder, and by sdpa
+@pytest.mark.parametrize("family", ["llama", "qwen3"])  # with the native decoder, and with sdpa
 def test_blocks_are_shared_in_the_step_that_writes_them(make: Maker, family: str) -> None:
     driver, reference = make(family)
     prompt = random_prompt(33, seed=1)
@@ -128,7 +128,7 @@ def test_preempted_sequence_goes_on_where_it_was(make: Maker) -> None:
 
 
 def test_step_handed_over_before_the_one_before_it_was_read(make: Maker) -> None:
-    """The worker feeds its own drawn tokens: the second plan is made without knowing what the first one drew."""
+    """The worker uses its own drawn tokens. The second plan is made without the first step's token."""
     driver, reference = make()
     prompt = random_prompt(15, seed=5)
     driver.add(0, prompt)

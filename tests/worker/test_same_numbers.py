@@ -1,7 +1,7 @@
-"""A position's logits are the same bits whatever stands beside its sequence, however its tokens came, on any threads.
+"""The logits of a position have the same bits in any batch, with any chunks, and with any number of threads.
 
-Every sequence is computed alone first, as one prompt and with one thread. Then random schedules compute it again: in
-batches, in chunks, behind cached prefixes, again after preemptions, with one to four threads.
+First every sequence is computed alone, as one prompt and with one thread. Then random schedules compute it again: in
+batches, in chunks, with cached prefixes, after preemptions, with one to four threads.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ from tests.checkpoints import make_checkpoint
 from tests.gguf_files import make_gguf
 from tests.worker.driver import Driver, random_prompt
 
-MODELS: dict[str, dict[str, Any]] = {  # heads that leave threads idle, odd sizes, windows, every kind of weights
+MODELS: dict[str, dict[str, Any]] = {  # idle threads, odd sizes, windows, every kind of weights
     "llama": {"hidden_size": 96, "num_attention_heads": 6, "num_key_value_heads": 3, "head_dim": 16},
     "llama int8": {"quantization": "int8"},
     "llama int4": {"quantization": "int4"},
@@ -42,7 +42,7 @@ MODELS: dict[str, dict[str, Any]] = {  # heads that leave threads idle, odd size
     "qwen2 bfloat16": {"dtype": "bfloat16", "use_sliding_window": True, "sliding_window": 77, "max_window_layers": 1},
 }
 _KNOBS = ("quantization", "dtype")
-_KIND = "kind"  # of the blocks of a GGUF file
+_KIND = "kind"  # the kind of blocks of a GGUF file
 _SMOL = {"hidden_size": 576, "intermediate_size": 1536, "num_hidden_layers": 30, "num_attention_heads": 9}
 LARGER: dict[str, dict[str, Any]] = {  # the embedded model, and one of 135 M parameters
     "embedded": {},
@@ -80,17 +80,17 @@ def alone(driver: Driver, tokens: list[int]) -> dict[int, Tensor]:
 
 
 class Schedule:
-    """A random life of ``texts`` by number: every position is computed at least once, some again, some found cached."""
+    """Run the ``texts`` in random order. Every position is computed once or more, or found in a cached prefix."""
 
     def __init__(self, driver: Driver, texts: list[list[int]], seed: int) -> None:
         self.random = np.random.default_rng(seed)
-        self.shared: dict[int, int] = {}  # ids of sequences, and how many of the first blocks are not theirs
+        self.shared: dict[int, int] = {}  # sequence id -> number of its blocks that another one owns
         self.ids = self.owner = 10_000 * seed  # the owner computes the prefix that others share
         driver.add(self.owner, PREFIX)
         driver.step({self.owner: len(PREFIX)})
         self.driver, self.texts = driver, texts
         self.waiting = list(self.random.permutation(len(texts)))
-        self.running: dict[int, int] = {}  # ids of sequences, and which text each has
+        self.running: dict[int, int] = {}  # sequence id -> number of its text
         self.most = int(self.random.integers(1, len(texts) + 1))
         self.chunk = int(self.random.choice([1, 3, 16, 17, 100, 600]))
 
@@ -120,7 +120,7 @@ class Schedule:
             count = self.shared[self.ids] = int(self.random.integers(1, len(PREFIX) // self.driver.block_size + 1))
             self.driver.share_prefix(self.ids, self.owner, count)
         left = len(tokens) - self.driver.sequences[self.ids].computed
-        if self.random.random() < 0.8 and left > 1:  # computed at once but for some last tokens, which come one by one
+        if self.random.random() < 0.8 and left > 1:  # leave some last tokens to compute one by one
             self.driver.step({self.ids: left - min(int(self.random.integers(1, 30)), left - 1)})
         self.running[self.ids] = text
 
@@ -169,7 +169,7 @@ def test_and_by_teams_of_two_and_four(make: Callable[..., Driver], name: str) ->
 @pytest.mark.parametrize("tail", [1, 9])
 @pytest.mark.parametrize("threads", [1, 3])
 def test_blocks_may_be_read_in_the_step_that_writes_them(make: Callable[..., Driver], threads: int, tail: int) -> None:
-    """Each layer writes the keys and values of all rows before it attends, so a reader may even stand first."""
+    """Each layer writes the keys and values of all rows before attention, so even an earlier row can read them."""
     text = random_prompt(320 + tail, seed=5)
     wanted = alone(make("mistral", 1), text)
     driver = make("mistral", threads, seed=tail)
@@ -190,7 +190,7 @@ def test_blocks_may_be_read_in_the_step_that_writes_them(make: Callable[..., Dri
     ("name", "lengths"), [("embedded", (*LENGTHS, *range(3, 156, 3))), ("llama 135M", (560, 140, 90, 17, 5, 97))]
 )
 def test_and_in_two_hundred(make: Callable[..., Driver], name: str, lengths: Sequence[int]) -> None:
-    """Of the embedded model up to 64 sequences are in a batch."""
+    """The embedded model is tested with up to 64 sequences in a batch."""
     check_schedules(make, name, (1, 2, 3, 4), schedules=50, lengths=lengths)
 
 

@@ -1,4 +1,4 @@
-"""The worker's life: start and what it finds out, steps, shutdown; and what it refuses to start with."""
+"""A worker's start, its results, steps, shutdown, and configurations that it refuses."""
 
 from __future__ import annotations
 
@@ -87,7 +87,7 @@ def test_threads_default_to_what_the_weights_are_worth(path: Path) -> None:
     try:
         assert Worker(config(path, engine={})).start().threads == kernels().team.threads == 1
         assert Worker(config(path, engine={"threads": 2})).start().threads == kernels().team.threads == 2
-        assert torch.get_num_threads() == 1  # torch has little to do beside the kernels
+        assert torch.get_num_threads() == 1  # the kernels leave little to torch
     finally:
         torch.set_num_threads(before)
     assert available_threads(EngineConfig()) == available_cores()

@@ -1,4 +1,4 @@
-"""How large the KV pool and the longest sequence become, and what is refused with which figures."""
+"""The sizes of the KV pool and of the longest sequence, and refusals with their figures."""
 
 from __future__ import annotations
 
@@ -42,7 +42,7 @@ def test_a_pool_is_by_default_no_larger_than_sequences_have_a_use_for() -> None:
 def test_pools_of_engines_that_start_at_the_same_moment_fit_together(
     monkeypatch: pytest.MonkeyPatch, replicas: object
 ) -> None:
-    """All see the same free memory: none of them has written to its pool yet."""
+    """All engines see the same free memory, because none has written to its pool yet."""
     monkeypatch.setattr("raylm.worker.kv_cache.available_memory", lambda: GIB // 8)
     config = Config.model_validate({"device": "cpu", "engine": {"replicas": replicas}})
     engines = config.engine.max_replicas
@@ -84,7 +84,7 @@ def test_without_a_cache_all_sequences_grow_to_the_longest_and_none_is_preempted
     seqs: int, longest: int, data: st.DataObject
 ) -> None:
     config = {"scheduler": {"max_num_seqs": seqs}, "cache": {"prefix_caching": False}}
-    pool = size_pool(Config.model_validate(config), 16, 1, 2000, 2000, longest * 4)  # blocks of 16 tokens; below, of 4
+    pool = size_pool(Config.model_validate(config), 16, 1, 2000, 2000, longest * 4)  # in blocks of 16; below, of 4
     engine = Engine(pool.num_blocks, 4, longest, max_num_seqs=seqs, max_num_batched_tokens=seqs * longest)
     for key in range(seqs):
         engine.add([5 + key] * data.draw(st.integers(1, longest - 1)), key)

@@ -1,4 +1,4 @@
-"""A worker whose device runs out of memory at start says what would fit."""
+"""A worker whose device runs out of memory at start reports a size that would fit."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The profiled step is as large as the limits allow, and ready for the runner."""
+"""The profiled step is as large as the limits allow, and valid for the runner."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The real scheduler and the real worker together: greedy tokens equal transformers' under every kind of pressure."""
+"""The real scheduler and worker together: greedy tokens equal transformers', with all kinds of scarce resources."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ def serve(
     params: Sequence[SamplingParams] = (),
     device: str = "auto",
 ) -> tuple[dict[int, list[int]], Scheduler]:
-    """Serve all prompts at once with two steps in flight; return the drawn tokens by prompt, and the scheduler."""
+    """Serve all prompts at once with two steps in flight. Returns the drawn tokens by prompt, and the scheduler."""
     config = Config.model_validate(
         {"model": str(path), "cache": cache, "scheduler": scheduler, "engine": {"threads": 1}, "device": device}
     )

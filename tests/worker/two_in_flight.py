@@ -1,4 +1,4 @@
-"""A real scheduler and a real worker without an engine core: steps in flight until everything has ended."""
+"""A real scheduler and worker without an EngineCore, with steps in flight until all requests have ended."""
 
 from __future__ import annotations
 
@@ -12,14 +12,14 @@ from tests.engine.integrity import check_kv
 
 
 class Launches(Protocol):
-    """A worker, or several as one."""
+    """A worker, or several workers with the interface of one."""
 
     def launch(self, plan: SchedulerOutput) -> Callable[[], ModelRunnerOutput]:
-        """Start a step; the returned call waits for its output."""
+        """Start a step. The returned function waits for its output."""
 
 
 def play(core: Scheduler, worker: Launches, most: int = 2) -> Iterator[EngineCoreOutputs]:
-    """Yield what the clients get, step by step, with up to ``most`` steps in flight; check KV blocks after each."""
+    """Yield the outputs for clients, with up to ``most`` steps in flight. Checks the KV blocks after each step."""
     in_flight: deque[tuple[SchedulerOutput, Callable[[], ModelRunnerOutput]]] = deque()
     while core.has_work:
         plan = core.schedule() if len(in_flight) < most else None

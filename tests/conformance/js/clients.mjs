@@ -1,8 +1,8 @@
-// What agents in JavaScript do against a running server: three turns with a tool, each over what they keep of the turns before.
+// JavaScript agents against a running server: three turns with a tool, with the history that each agent keeps.
 //
 //     node clients.mjs URL
 //
-// A check fails where a request is refused, or where the tool was not called.
+// A check fails if a request is refused, or if the tool was not called.
 
 import { Agent, OpenAIChatCompletionsModel, Runner, setTracingDisabled, tool as agentTool } from "@openai/agents";
 import { createOpenAI } from "@ai-sdk/openai";
@@ -61,7 +61,7 @@ async function openaiAgents() {
   expect(history.some(item => item.type === "function_call"), "no tool was called");
 }
 
-// It keeps reasoning sealed, and stores nothing on the server.
+// It keeps encrypted reasoning, and stores nothing on the server.
 async function piResponses() {
   const model = {
     id: MODEL, name: MODEL, api: "openai-responses", provider: "openai", baseUrl: base, reasoning: true, input: ["text"],

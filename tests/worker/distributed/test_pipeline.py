@@ -1,4 +1,4 @@
-"""Stages of one model, each in a thread: the tokens of one worker bit for bit, whatever the scheduler does."""
+"""Pipeline stages of one model in threads draw the same tokens as one worker, bit for bit, whatever the schedule."""
 
 from __future__ import annotations
 
@@ -39,10 +39,10 @@ def _load_one_at_a_time(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 class Stages:
-    """All workers of an engine as one, each a thread."""
+    """All workers of an engine, each in a thread, with the interface of one worker."""
 
     def __init__(self, config: Config, addresses: Sequence[str] = ()) -> None:
-        """``addresses`` are those of the nodes of the workers, by default one node."""
+        """``addresses`` are the addresses of the workers' nodes. By default all workers are on one node."""
         self.config = config
         size = config.engine.pipeline_parallel_size * config.engine.tensor_parallel_size
         self.threads = [ThreadPoolExecutor(1) for _ in range(size)]
@@ -55,19 +55,19 @@ class Stages:
         self.infos: list[WorkerInfo] = [info for _, info in started]
 
     def launch(self, plan: SchedulerOutput) -> Callable[[], ModelRunnerOutput]:
-        """Hand a step to all; the last stage's first rank has the output."""
+        """Start a step on all workers. The output is that of the first rank of the last stage."""
         steps = [thread.submit(runner.execute, plan) for thread, runner in zip(self.threads, self.runners, strict=True)]
         return lambda: [step.result() for step in steps][-self.config.engine.tensor_parallel_size]
 
 
-Drawn = dict[tuple[int, int], list[int]]  # by request and index
+Drawn = dict[tuple[int, int], list[int]]  # by (request, index)
 Served = tuple[Drawn, list[Logprobs | None], dict[int, Logprobs], Scheduler, Stages]
 
 
 def serve(
     path: Path, prompts: Sequence[list[int]], params: Sequence[SamplingParams], stages: int, **more: Any
 ) -> Served:
-    """Serve all prompts at once. Returns drawn tokens, their logprobs, those of the prompts, and the parts."""
+    """Serve all prompts at once. Returns tokens, their logprobs, prompt logprobs, the scheduler, and the stages."""
     engine = {"threads": 1, "pipeline_parallel_size": stages} | more.pop("engine", {})
     grammars = more.pop("grammars", {})
     config = Config.model_validate({"model": str(path), "engine": engine, **more})
@@ -92,7 +92,7 @@ def serve(
 
 
 def chosen(logprobs: list[Logprobs | None]) -> list[tuple[int, float]]:
-    """All reported log-probabilities of tokens, sorted: the steps of several stages differ."""
+    """All reported (token, log-probability) pairs, sorted, because several stages change the order of steps."""
     found = [each for each in logprobs if each is not None]
     return sorted(pair for each in found for pair in zip(each.token_ids, each.logprobs, strict=True))
 
@@ -196,7 +196,7 @@ def test_stages_have_as_many_blocks_as_the_one_with_the_fewest(tmp_path: Path, m
 
 
 def test_stages_on_several_nodes_meet_at_a_port(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Each has its share of the threads and the memory of its own node. Addresses of loopback stand for nodes."""
+    """Each stage gets its share of the threads and memory of its own node. Loopback addresses stand for nodes."""
     make_checkpoint(tmp_path, "qwen3", tokenizer=False, **LAYERS)
     monkeypatch.setattr("raylm.worker.kv_cache.available_memory", lambda: 64 << 20)
     asked: list[int | None] = []
@@ -204,7 +204,7 @@ def test_stages_on_several_nodes_meet_at_a_port(tmp_path: Path, monkeypatch: pyt
     monkeypatch.setattr(
         startup, "available_threads", lambda engine, beside=None: asked.append(beside) or available(engine, beside)
     )
-    engine = {"pipeline_parallel_size": 3, "threads": 1}  # a process has one team of threads
+    engine = {"pipeline_parallel_size": 3, "threads": 1}  # all stages here share the process's only team of threads
     config = {"model": str(tmp_path), "scheduler": {"max_num_seqs": 400}, "engine": engine}
     workers = Stages(Config.model_validate(config), ["127.0.0.2", "127.0.0.3", "127.0.0.2"])
     a_block = 2 * 16 * 2 * 2 * 16 * 4  # layers, tokens, k and v, heads, head_dim, bytes
@@ -244,7 +244,7 @@ def test_a_stage_does_not_wait_for_one_that_is_gone(tmp_path: Path) -> None:
         assert other.wait() == 9
     core = Scheduler(config.scheduler, KVCacheManager(info.num_blocks, info.block_size), 256, stages=2)
     core.add("client", EngineCoreRequest(0, "0", PROMPTS[0], SamplingParams(max_tokens=4, seed=1)))
-    first, second = core.schedule(), core.schedule()  # the second one needs the token of the first one
+    first, second = core.schedule(), core.schedule()  # the second step needs the token of the first one
     assert first is not None
     assert second is not None
     with pytest.raises(PeerLostError, match="Stage 0 of 2 lost another one"):

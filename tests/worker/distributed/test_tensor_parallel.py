@@ -1,4 +1,4 @@
-"""Ranks of one model, one a thread: same tokens as alone, drawn once; and what a rank sees when another one goes."""
+"""Ranks of one model in threads draw the same tokens as one worker, once. A rank reports the loss of another one."""
 
 from __future__ import annotations
 
@@ -44,7 +44,7 @@ def _load_one_at_a_time(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def meet(size: int, work: Callable[[Rendezvous], T]) -> list[T]:
-    """What ``work`` gives on each rank, with a place to meet."""
+    """The result of ``work`` on each rank. The ranks share a rendezvous."""
     first = open_rendezvous()
     meetings = [first, *(Rendezvous(rank, first.path) for rank in range(1, size))]
     with ThreadPoolExecutor(size) as threads:
@@ -52,7 +52,7 @@ def meet(size: int, work: Callable[[Rendezvous], T]) -> list[T]:
 
 
 def drive(path: Path, rendezvous: Rendezvous | None = None, size: int = 1) -> tuple[Driver, list[Logprobs]]:
-    """Prompts in chunks and sequences that decode, drawn in every way."""
+    """Run chunked prompts and decoding sequences, with all kinds of sampling."""
     driver = Driver(path, rendezvous=rendezvous, dtype="float32", engine={"tensor_parallel_size": size})
     for seq_id, params in enumerate(ALL_KINDS):
         driver.add(seq_id, random_prompt(9 + 7 * seq_id, seq_id), params)
@@ -94,7 +94,7 @@ def test_bfloat16_goes_through_the_native_kernels_of_each_rank(tmp_path: Path) -
 
 def test_ranks_have_the_same_blocks_and_share_the_machine(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     make_checkpoint(tmp_path, "qwen3", tokenizer=False)
-    found = iter([64 << 20, 48 << 20])  # what each rank sees when it looks
+    found = iter([64 << 20, 48 << 20])  # the free memory that each rank measures
     monkeypatch.setattr("raylm.worker.kv_cache.available_memory", lambda: next(found))
     config = Config.model_validate(
         {
@@ -146,7 +146,7 @@ def test_a_rank_does_not_wait_for_one_that_is_gone() -> None:
 
 
 def test_a_meeting_is_open_to_its_user_alone(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Over a port on loopback any user of the machine could join the ranks and add to their sums."""
+    """With a port on loopback, any user of the machine could join the ranks and change their sums."""
     monkeypatch.setattr("tempfile.tempdir", str(tmp_path))
     rendezvous = open_rendezvous()
     (directory,) = tmp_path.iterdir()

@@ -1,4 +1,4 @@
-"""Triton's compiler for GPUs that are not there: kernels are compiled, not launched, and ptxas' report is kept."""
+"""Triton's compiler for GPUs that this machine lacks: kernels are compiled but not launched. Keeps ptxas' reports."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ import pytest
 import torch
 
 KIB = 1024
-# Compute capability -> bytes of shared memory that a program may have.
+# Compute capability -> bytes of shared memory that a program may use.
 SHARED = {
     (8, 0): 163 * KIB,
     (8, 6): 99 * KIB,
@@ -24,12 +24,12 @@ SHARED = {
     (12, 0): 99 * KIB,
 }
 
-_REPORTS: dict[str, str] = {}  # of each kernel, which is compiled once
+_REPORTS: dict[str, str] = {}  # ptxas' report of each kernel, which is compiled only once
 
 
 @dataclass(frozen=True)
 class Compiled:
-    """One kernel: bytes of shared memory and of spilled registers (stored and loaded), its PTX."""
+    """One kernel: bytes of shared memory and of spilled registers (stored and loaded), and its PTX."""
 
     name: str
     shared: int
@@ -39,7 +39,7 @@ class Compiled:
 
 
 class Driver:
-    """Triton's driver of a GPU of this compute capability."""
+    """Triton's driver of a GPU with this compute capability."""
 
     def __init__(self, capability: tuple[int, int]) -> None:
         self._arch = 10 * capability[0] + capability[1]
@@ -50,7 +50,7 @@ class Driver:
         return GPUTarget("cuda", self._arch, 32)
 
     def get_current_device(self) -> int:
-        return self._arch  # kernels are kept by device
+        return self._arch  # Triton caches kernels by device
 
     def get_current_stream(self, device: int) -> int:
         return 0
@@ -61,7 +61,7 @@ class Driver:
 
 @contextlib.contextmanager
 def compiling(capability: tuple[int, int], folder: Path) -> Iterator[list[Compiled]]:
-    """Whatever is launched meanwhile is compiled instead, and gathered."""
+    """Compile all kernels that are launched in the block, and collect them. Launch none."""
     from triton import knobs
     from triton.runtime import driver
     from triton.runtime.jit import JITFunction
@@ -89,7 +89,7 @@ def compiling(capability: tuple[int, int], folder: Path) -> Iterator[list[Compil
 
 @contextlib.contextmanager
 def asking(capability: tuple[int, int]) -> Iterator[set[tuple[str, str]]]:
-    """Whatever is launched meanwhile is not even compiled; gathers what would be: kernels, and what they are for."""
+    """Collect the (kernel, specialization) pairs of all launches in the block. Compile and launch none."""
     from triton.runtime import driver
     from triton.runtime.jit import JITFunction
 

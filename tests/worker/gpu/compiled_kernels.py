@@ -1,6 +1,6 @@
-"""The kernels as they are compiled for six kinds of GPUs; test_compiled.py runs this.
+"""The kernels, compiled for six kinds of GPUs.
 
-A process of its own, for xformers asks whether there is triton when it is imported.
+test_compiled.py runs this in a separate process, because xformers looks for triton when it is imported.
 """
 
 from __future__ import annotations
@@ -35,13 +35,13 @@ from raylm.worker.gpu.xformers import XformersBackend
 from tests.worker.gpu.ahead_of_time import SHARED, Compiled, asking, compiling
 
 pytestmark = pytest.mark.filterwarnings(
-    "ignore::DeprecationWarning",  # xformers' kernel is older than the triton that torch asks for
+    "ignore::DeprecationWarning",  # xformers' kernel is made for an older triton than torch needs
     "ignore:tl.make_block_ptr is deprecated",
 )
 
 CPU = torch.device("cpu")
-SPILLED = 16  # bytes that are no loss
-PROMPT, DECODE = 16, 64  # sequences, or tiles of a prompt
+SPILLED = 16  # bytes that have no effect on speed
+PROMPT, DECODE = 16, 64  # tiles of a prompt, and decoding sequences
 
 
 def _param(capability: tuple[int, int]) -> Any:
@@ -65,7 +65,7 @@ def attention(
     held: torch.dtype = torch.bfloat16,
     **changes: float,
 ) -> list[Compiled]:
-    """Both kernels of attention over 16 tiles of a prompt, or over 64 sequences that decode, over 8,192 tokens each."""
+    """Both attention kernels, for 16 tiles of a prompt or for 64 decoding sequences, over 8,192 tokens each."""
     spec = AttentionSpec(0, *heads, head_dim, head_dim**-0.5, **changes)
     count = DECODE if queries == 1 else PROMPT
     tables = torch.zeros(count, 8192 // block_size, dtype=torch.int32)
@@ -81,7 +81,7 @@ def attention(
 
 @pytest.mark.parametrize("head_dim", [64, 128])
 def test_attention(capability: tuple[int, int], head_dim: int, tmp_path: Path) -> None:
-    """Of Llama 3: four query heads to a key-value head. What decodes loads its next keys while it computes."""
+    """Llama 3 has four query heads per key-value head. The decoding kernel loads keys ahead while it computes."""
     spec = AttentionSpec(0, 32, 8, head_dim, 1.0)
     decode, *_ = attention(capability, tmp_path, (32, 8), head_dim, 1, 64)
     prompt, *_ = attention(capability, tmp_path, (32, 8), head_dim, queries_per_tile(spec), 64)
@@ -100,7 +100,7 @@ GEMMA_2, GEMMA_3 = {"sliding_window": 4096, "softcap": 50.0}, {"sliding_window":
 def test_our_attention(
     capability: tuple[int, int], heads: tuple[int, int], head_dim: int, changes: dict[str, float], tmp_path: Path
 ) -> None:
-    """Of Gemma 2 9B, with windows and soft capping."""
+    """The shape is that of Gemma 2 9B, with windows and soft capping."""
     spec = AttentionSpec(0, *heads, head_dim, 1.0)
     for queries in (1, queries_per_tile(spec)):
         attend, *_ = attention(capability, tmp_path, heads, head_dim, queries, 64, PagedAttention, **changes)
@@ -158,7 +158,7 @@ def test_our_attention_over_fp8(
     block_size: int,
     tmp_path: Path,
 ) -> None:
-    """Keys and values come in fp8, ahead of their use; below compute capability 8.9 Triton has no such type."""
+    """Keys and values are loaded ahead in fp8. Below compute capability 8.9, Triton does not have this type."""
     spec = AttentionSpec(0, *heads, head_dim, 1.0)
     for queries in (1, queries_per_tile(spec)):
         shape = capability, tmp_path, heads, head_dim, queries, block_size, Fp8PagedAttention, FP8
@@ -183,13 +183,13 @@ def test_keys_and_values_are_rounded_to_the_nearest_fp8(capability: tuple[int, i
         TritonElementwise().rotate_and_write(qkv, tuple(angles), None, places)  # type: ignore[arg-type]
     (kernel,) = found
     assert kernel.spilled == 0, kernel
-    # Of 8.9 by way of float16, which changes nothing where the scale is a power of two.
+    # On 8.9 the conversion goes through float16, which has no effect if the scale is a power of two.
     assert f"cvt.rn.satfinite.e4m3x2.{'f16x2' if capability == (8, 9) else 'f32'}" in kernel.ptx
     assert "ld.global.v" in kernel.ptx
 
 
 def test_elementwise_kernels(capability: tuple[int, int], tmp_path: Path) -> None:
-    """Of Llama-3.1-8B and Qwen3-0.6B in bfloat16."""
+    """The shapes are those of Llama-3.1-8B and Qwen3-0.6B in bfloat16."""
     kernels = TritonElementwise()
 
     def zeros(*shape: int) -> torch.Tensor:
@@ -213,7 +213,10 @@ def test_elementwise_kernels(capability: tuple[int, int], tmp_path: Path) -> Non
 def test_kernels_for_one_row_and_for_draws(
     capability: tuple[int, int], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Of Llama-3.1-8B. From Hopper on they begin while the kernel before ends, and wait for it where they need it."""
+    """The shapes are those of Llama-3.1-8B.
+
+    From Hopper on, these kernels start early and wait for the previous kernel.
+    """
     begins = {"EARLY": True, "launch_pdl": True} if capability >= (9, 0) else {"EARLY": False}
     monkeypatch.setattr(row_product, "early", lambda device: begins)
     monkeypatch.setattr(elementwise, "early", lambda device: begins)
@@ -250,7 +253,7 @@ def test_after_the_start_no_draw_compiles() -> None:
 
 @pytest.mark.parametrize("tokens", [8, 4096])
 def test_expert_kernels(capability: tuple[int, int], tokens: int, tmp_path: Path) -> None:
-    """Of Qwen3-30B-A3B, its weights without memory: eight of 128 experts for each token."""
+    """Qwen3-30B-A3B uses eight of 128 experts for each token. The weights take no memory here."""
 
     def zeros(*shape: int) -> torch.Tensor:
         return torch.zeros((), dtype=torch.bfloat16).expand(shape)
@@ -264,12 +267,12 @@ def test_expert_kernels(capability: tuple[int, int], tokens: int, tmp_path: Path
         assert kernel.spilled == 0, kernel
         assert kernel.shared <= SHARED[capability]
     for kernel in found[:2]:
-        assert "cp.async" in kernel.ptx, "weights are not loaded ahead"
+        assert "cp.async" in kernel.ptx, "weights must be loaded ahead"
         assert ".mma" in kernel.ptx or "mma.sync" in kernel.ptx
 
 
 def test_low_rank_kernels(capability: tuple[int, int], tmp_path: Path) -> None:
-    """Of q, k and v and of the output of Llama-3.1-8B; few rows and many."""
+    """The layers are q, k and v, and down, of Llama-3.1-8B. Few and many rows."""
     model: Any = torch.nn.Module()
     for name, inputs, parts in (("qkv", 4096, {"q": 4096, "k": 1024, "v": 1024}), ("down", 14336, {"down": 4096})):
         layer = Linear(16, parts, bias=False)
@@ -282,7 +285,7 @@ def test_low_rank_kernels(capability: tuple[int, int], tmp_path: Path) -> None:
         at_start = {kernel.ptx for kernel in found}
         for tokens in (1, 7, 64, 513, 2048):
             layers._add(0, torch.zeros(tokens, 4096).bfloat16(), torch.zeros(tokens, 6144).bfloat16())
-    assert {kernel.ptx for kernel in found} == at_start, "a step compiles"
+    assert {kernel.ptx for kernel in found} == at_start, "a step compiles another kernel"
     for kernel in found:
         assert kernel.spilled == 0, kernel
         assert kernel.shared <= SHARED[capability]
@@ -292,7 +295,7 @@ def test_low_rank_kernels(capability: tuple[int, int], tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("size", [4096, 14336])
 def test_fp8_kernel(capability: tuple[int, int], size: int, tmp_path: Path) -> None:
-    """Where fp8 is served."""
+    """Only for compute capabilities with fp8."""
     if capability < (8, 9):
         return
     with compiling(capability, tmp_path) as found:
@@ -304,7 +307,7 @@ def test_fp8_kernel(capability: tuple[int, int], size: int, tmp_path: Path) -> N
 
 
 def test_fp8_kernel_of_blocks(capability: tuple[int, int], tmp_path: Path) -> None:
-    """Few rows and many, times weights of 4,096 inputs; many on the tensor cores as fp8."""
+    """Few and many rows, with weights of 4,096 inputs. Many rows are multiplied in fp8 on the tensor cores."""
     if capability < (8, 9):
         return
     weight = torch.zeros(256, 4096, dtype=torch.float8_e4m3fn)
@@ -317,15 +320,13 @@ def test_fp8_kernel_of_blocks(capability: tuple[int, int], tmp_path: Path) -> No
     for kernel in products:
         assert kernel.spilled == 0, kernel
         assert kernel.shared <= SHARED[capability]
-        assert "cp.async" in kernel.ptx, "weights are not loaded ahead"
-    assert "e4m3.e4m3" in products[-1].ptx or "kind::f8f6f4" in products[-1].ptx, (
-        "they are multiplied as something wider"
-    )
+        assert "cp.async" in kernel.ptx, "weights must be loaded ahead"
+    assert "e4m3.e4m3" in products[-1].ptx or "kind::f8f6f4" in products[-1].ptx, "the products must use fp8"
 
 
 @pytest.mark.parametrize("group", [32, 128])
 def test_int4_kernel(capability: tuple[int, int], group: int, tmp_path: Path) -> None:
-    """Few rows and many, times weights of 4,096 inputs."""
+    """Few and many rows, with weights of 4,096 inputs."""
     linear = Int4Linear(Int4Weight(torch.zeros(256, 4096, dtype=torch.uint8), torch.ones(256, 4096 // group)), None)
     with compiling(capability, tmp_path) as found:
         for tokens in (1, 7, 64, 65, 1000):
@@ -335,7 +336,7 @@ def test_int4_kernel(capability: tuple[int, int], group: int, tmp_path: Path) ->
         assert kernel.spilled == 0, kernel
         assert kernel.shared <= SHARED[capability]
         assert "mma" in kernel.ptx
-        assert "cp.async" in kernel.ptx, "weights are not loaded ahead"
+        assert "cp.async" in kernel.ptx, "weights must be loaded ahead"
 
 
 @pytest.mark.parametrize(
@@ -343,7 +344,7 @@ def test_int4_kernel(capability: tuple[int, int], group: int, tmp_path: Path) ->
 )
 @pytest.mark.parametrize(("heads", "blocks"), [((4, 2), 40), ((32, 8), 300), ((28, 4), 300)])
 def test_after_the_start_no_step_compiles(kind: type[TiledBackend], heads: tuple[int, int], blocks: int) -> None:
-    """Of steps with any number of sequences, of any length, decoding or with prompts."""
+    """Steps have any number of sequences of any length, with and without prompts."""
     window = 700 if kind is not XformersBackend else None
     spec, size = AttentionSpec(0, *heads, 128, 0.25, window), 64
     limits = StepLimits(2000, 40, blocks, size)
@@ -375,7 +376,7 @@ def step(
     new: Any,
     ends: Any,
 ) -> None:
-    """Attention of one step over a pool that it does not look at."""
+    """Attention of one step, with a pool whose content does not matter."""
     starts = np.concatenate([[0], np.cumsum(new)]).astype(np.int32)
     tokens = int(starts[-1])
     tables = torch.zeros(limits.max_num_seqs, limits.max_blocks, dtype=torch.int32)[: len(new)]
@@ -401,7 +402,7 @@ def test_attention_of_other_shapes(
 
 
 def test_what_xformers_would_take_spills(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """The planted fault: with its own tile ptxas reports what is asserted not to be."""
+    """A planted fault: with xformers' own tile, ptxas reports spills."""
     from raylm.worker.gpu import split_k
 
     monkeypatch.setattr(split_k, "tile_of", lambda *shape: split_k.Tile(128, 64, 4, 1))

@@ -1,7 +1,7 @@
-"""Our paged attention in Triton's interpreter equals a float64 reference; test_triton_attention.py runs this.
+"""Our paged attention in Triton's interpreter equals a float64 reference.
 
-A process of its own, for the interpreter is chosen when triton is imported. In float16: the interpreter computes
-bfloat16 wrongly.
+test_triton_attention.py runs this in a separate process, because the interpreter is chosen when triton is imported. It
+uses float16, because the interpreter computes bfloat16 wrongly.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ TOLERANCE = 4e-3
 
 @pytest.fixture(autouse=True, params=[pytest.param((8, 0), marks=pytest.mark.long), (9, 0)], ids=["ampere", "hopper"])
 def gpu(request: pytest.FixtureRequest) -> Iterator[None]:
-    """Tiles are others on other GPUs."""
+    """The tiles depend on the kind of GPU."""
     threads = torch.get_num_threads()
     torch.set_num_threads(1)
     with pytest.MonkeyPatch.context() as patch:
@@ -85,7 +85,7 @@ MIXED = [(400, 1), (0, 1), (63, 1), (64, 1), (0, 40), (65, 18)]
     ids=str,
 )
 def test_decodes_and_prefills_in_one_step(changes: dict[str, object], backend: str) -> None:
-    """Of a few long sequences the keys are split over programs. In fp8 the pool holds what the reference has."""
+    """With a few long sequences the keys are split between programs. In fp8, the pool has the reference's values."""
     scales = (0.25, 2.0) if backend == "triton-fp8" else (1.0, 1.0)
     assert worst_error(WrittenPool(case(MIXED, scales=scales, **changes), backend)) < TOLERANCE * scales[1]
 
@@ -105,7 +105,7 @@ def test_the_longest_is_split() -> None:
 
 
 class OneTooFar(PagedAttention):
-    """A fault: windows hold a token more than they should."""
+    """A planted fault: windows have one token too many."""
 
     def __call__(self, *args: object) -> torch.Tensor:
         *others, spec = args
@@ -125,7 +125,7 @@ def test_planted_faults_are_seen(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def test_a_plan_that_stays_in_place_attends_as_one_of_the_step(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Taken over twice, the second time with fewer of everything; what pads is written to the scratch slot alone."""
+    """The plan is refilled twice, the second time with fewer rows. Padding is written only to the scratch slot."""
     found: list[torch.Tensor] = []
     pool = WrittenPool(case([(30, 1), (5, 1), (40, 33), (0, 7)], window=20), "triton")
     backend = pool.backend
@@ -173,7 +173,7 @@ def test_more_prompts_than_a_plan_has_tiles_for_are_not_taken() -> None:
 
 
 def test_the_probe_finds_nothing_wrong() -> None:
-    """Its reference has windows and soft capping too."""
+    """The probe's reference has windows and soft capping too."""
     for changes in ({}, {"sliding_window": 50}, {"sliding_window": 50, "softcap": 3.0}):
         for backend in (TritonBackend, Fp8TritonBackend):
             assert probe(backend, AttentionSpec(0, 4, 2, 64, 0.125, **changes), torch.float16, CPU, 16) is None

@@ -1,4 +1,4 @@
-"""The sampler's kernels in Triton's interpreter; test_device_sampler.py runs this in a process of its own."""
+"""The sampler's kernels in Triton's interpreter. test_device_sampler.py runs this in a separate process."""
 
 from __future__ import annotations
 
@@ -68,7 +68,7 @@ def test_nothing_is_cut_of_a_row_without_numbers() -> None:
 
 @pytest.mark.parametrize("vocab_size", [3, 4096, 4097, 20000])
 def test_peaks_are_torchs(vocab_size: int) -> None:
-    """The first of equal logits; NaN and infinities are seen; rows may be parts of wider ones."""
+    """The first of equal logits, rows with NaN and infinities, and rows that are parts of wider ones."""
     generator = torch.Generator().manual_seed(vocab_size)
     wide = torch.randint(-4, 4, (9, vocab_size + 5), generator=generator).float()
     logits = wide[:, :vocab_size]

@@ -1,7 +1,7 @@
-"""The real xformers kernel in Triton's interpreter equals a brute-force float64 reference; test_xformers.py runs this.
+"""The real xformers kernel in Triton's interpreter equals a brute-force float64 reference.
 
-A process of its own, for the interpreter is chosen when triton is imported. In float16: the interpreter computes
-bfloat16 wrongly.
+test_xformers.py runs this in a separate process, because the interpreter is chosen when triton is imported. It uses
+float16, because the interpreter computes bfloat16 wrongly.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ from tests.worker.gpu.test_cuda_graphs import Recorder, graph_driver, serve
 from tests.worker.test_attention import CPU, Case, Pool, reference
 
 pytestmark = pytest.mark.filterwarnings(
-    "ignore::DeprecationWarning",  # xformers' kernel is older than the triton that torch asks for
+    "ignore::DeprecationWarning",  # xformers' kernel is made for an older triton than torch needs
     "ignore:tl.make_block_ptr is deprecated",
     "ignore:(invalid value|divide by zero) encountered:RuntimeWarning",
 )
@@ -37,7 +37,7 @@ TOLERANCE = 3e-3
 
 @pytest.fixture(autouse=True, params=[(8, 0), (9, 0)], ids=["ampere", "hopper"])
 def gpu(request: pytest.FixtureRequest) -> Iterator[None]:
-    """The kernel takes other tiles on other GPUs."""
+    """The kernel's tiles depend on the kind of GPU."""
     threads = torch.get_num_threads()
     torch.set_num_threads(1)
     with pytest.MonkeyPatch.context() as patch:
@@ -47,7 +47,7 @@ def gpu(request: pytest.FixtureRequest) -> Iterator[None]:
 
 
 class WrittenPool(Pool):
-    """A pool whose past is there already; tables lead nowhere behind a sequence's own blocks."""
+    """A pool that already contains the past. The rest of each block table is invalid."""
 
     def __init__(self, case: Case, backend: str = "xformers") -> None:
         super().__init__(case, backend)
@@ -55,7 +55,7 @@ class WrittenPool(Pool):
             self.tables[seq, -(-total // case.block_size) :] = 1 << 28
 
     def share_prefix(self, num_blocks: int) -> None:
-        """All sequences begin with the blocks of the first one."""
+        """Let all sequences begin with the blocks of the first one."""
         tokens = num_blocks * self.case.block_size
         for seq in range(1, len(self.totals)):
             self.tables[seq, :num_blocks] = self.tables[0, :num_blocks]
@@ -71,7 +71,7 @@ class WrittenPool(Pool):
                 pool[slots] = (rows[seq][:past] / scale).to(pool.dtype)
 
     def step(self) -> torch.Tensor:
-        """The new tokens of all sequences: the largest error of each, inf where it is not a number."""
+        """Compute the new tokens of all sequences. Returns the largest error of each token, inf for NaN."""
         news = [new for _, new in self.case.lengths]
         q = self.random(sum(news), self.spec.num_heads)
         out = self.run([(past, past + new) for past, new in self.case.lengths], q)
@@ -152,7 +152,7 @@ def test_shared_prefixes(block_size: int) -> None:
 
 @pytest.mark.parametrize("lengths", [[(150, 1), (150, 1)], [(150, 20), (150, 20)]], ids=["decode", "prefill"])
 def test_a_swapped_block_is_seen(lengths: list[tuple[int, int]]) -> None:
-    """The planted fault: two blocks of one sequence stand in the wrong order, and only its results are wrong."""
+    """A planted fault: two blocks of one sequence are swapped. Only the results of that sequence are wrong."""
     pool = pool_of(lengths, 2, 4, 64, 64)
     pool.tables[0, [0, 2]] = pool.tables[0, [2, 0]]
     errors = pool.step()
@@ -161,7 +161,7 @@ def test_a_swapped_block_is_seen(lengths: list[tuple[int, int]]) -> None:
 
 
 def test_slots_behind_a_sequence_are_not_read_but_written_ones_are() -> None:
-    """The poison would be seen: a token that nothing was written for makes its sequence's result no number."""
+    """NaN in a slot of a sequence makes only this sequence's result NaN."""
     pool = pool_of([(30, 1), (30, 1)], 1, 2, 64, 16)
     pool.kv[:, pool.tables[0, 0], 3] = float("nan")
     errors = pool.step()
@@ -170,7 +170,7 @@ def test_slots_behind_a_sequence_are_not_read_but_written_ones_are() -> None:
 
 
 def test_a_model_through_padded_and_replayed_steps(gpu: None, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """In float32, which the interpreter has beyond what GPUs are given: so transformers' logits can be told apart."""
+    """In float32, so that logits can be compared. graph_driver ignores the backend and runs DeviceBackend."""
     path = make_checkpoint(tmp_path, "qwen3", tokenizer=False)
     recorder = Recorder()
     driver = graph_driver(path, recorder, monkeypatch, XformersBackend)
@@ -189,7 +189,7 @@ def test_the_probe_finds_nothing_wrong() -> None:
 
 
 class OneBlockShort(XformersBackend):
-    """A fault: the first block of every decode is left out."""
+    """A fault: decoding ignores the last block of tokens."""
 
     def prepare(self, metadata: AttentionMetadata) -> TiledPlan:
         plan = super().prepare(metadata)

@@ -1,9 +1,9 @@
-"""A GPU as the worker sees it, on a CPU: a queue that runs late, tensors of another device, graphs that are recorded.
+"""A simulated GPU on a CPU, as the worker sees it: a delayed queue, separate tensors, and recorded graphs.
 
-What is asked of the device is only noted, and happens when somebody waits: for an event, or for all of it. So a buffer
-that the host writes again too early, or reads before it has been written, gives wrong numbers here as it would there.
-Tensors of the device and of the host do not mix, and while a graph is recorded nobody may wait. Left out are several
-streams (all are one queue) and kernels (each operation runs as torch has it for CPUs).
+The device's operations are queued. They run when the host waits, for an event or for the whole device. So if the host
+rewrites a buffer too early, or reads one too early, the numbers are wrong, as on a GPU. Tensors of the device and of
+the host cannot be mixed, and the host cannot wait while a graph is recorded. Not simulated: several streams (all are
+one queue) and kernels (each operation is torch's for CPUs).
 """
 
 from __future__ import annotations
@@ -25,9 +25,10 @@ from torch.utils._pytree import tree_flatten, tree_map, tree_map_only
 aten = torch.ops.aten
 CPU, CUDA = torch.device("cpu"), torch.device("cuda:0")
 
-# Operations made of others that run as they are; the others are taken apart, for some of their parts are views.
+# Composite operations that run as a whole. Other composite operations are decomposed, because some of their parts are
+# views.
 _WHOLE = {aten.linear.default, aten.rms_norm.default, aten.scaled_dot_product_attention.default}
-# What returns something to the host, or whose result is as large as the numbers in it say.
+# Operations that return a value to the host, or whose result's size depends on values.
 _WAITING = {
     aten._local_scalar_dense.default,
     aten.equal.default,
@@ -38,21 +39,21 @@ _WAITING = {
     aten.repeat_interleave.Tensor,
 }
 _INDEXING = {aten.index.Tensor, aten.index_put_.default}
-# What only a GPU has.
+# Operations that only GPUs have.
 _STAND_INS: dict[Any, Callable[..., Tensor]] = {
     aten.mm.dtype: lambda a, b, dtype: torch.mm(a.to(dtype), b.to(dtype)),
 }
-# Results that the kernels of a GPU lay out in another order of dimensions than those of a CPU.
+# Operations whose results have another memory order on a GPU than on a CPU.
 _ORDERS = {aten.scaled_dot_product_attention.default: (0, 2, 1, 3)}
 
-# What takes memory and writes nothing to it.
+# Operations that allocate memory without writing to it.
 _ALLOCATING = {aten.empty.memory_format, aten.empty_strided.default, aten.empty_like.default, aten.new_empty.default}
 
 _GRAPH = signature(torch.cuda.graph)
 
 
 class OnGpu(Tensor):
-    """A tensor of the device; ``memory`` is what it will hold, a CPU tensor of the same layout."""
+    """A tensor of the device. ``memory`` is a CPU tensor of the same layout, for its future content."""
 
     memory: Tensor
     device = CUDA  # type: ignore[assignment]  # torch itself, which may have no driver for it, knows another one
@@ -68,7 +69,7 @@ class OnGpu(Tensor):
 
     @classmethod
     def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        """Brackets ask for the device's driver, so they are taken apart before."""
+        """Indexing would ask the device's driver, so it is decomposed first."""
         if func is Tensor.__getitem__:
             view, indexes = _bracketed(*args)
             return aten.index(view, indexes) if indexes else view
@@ -89,11 +90,11 @@ class OnGpu(Tensor):
 
 
 class Gpu(TorchDispatchMode):
-    """The device; ``waits`` names what the host waited for, beside events and whole synchronizations.
+    """The device. ``waits`` lists what the host waited for, except events and whole synchronizations.
 
-    ``launched`` counts what was put into the queue, a graph as one; ``replays`` the graphs; ``exchanges`` what was
-    asked of NCCL, but in no replay. A device that ``is_fast`` does everything at once instead, so that what the host
-    has not read in time is lost.
+    ``launched`` counts the entries of the queue (a graph is one), ``replays`` the replayed graphs, and ``exchanges``
+    the NCCL operations outside of replays. A device that ``is_fast`` runs everything at once, so that values that the
+    host has not read in time are lost.
     """
 
     def __init__(self) -> None:
@@ -105,10 +106,10 @@ class Gpu(TorchDispatchMode):
         self._recording: list[Callable[[], object]] | None = None
         self._pinned: set[int] = set()
 
-    # ------------------------------------------------------------ what runs, and when
+    # ------------------------------------------------------------ the queue
 
     def launch(self, work: Callable[[], object]) -> None:
-        """Note what is to be done: in the queue, or in the graph that is being recorded."""
+        """Add work to the queue, or to the graph that is being recorded."""
         if self._recording is not None:
             self._recording.append(work)
             return
@@ -118,8 +119,8 @@ class Gpu(TorchDispatchMode):
             self.run()
 
     def run(self, until: Callable[[], bool] = lambda: False) -> None:
-        """Do what is in the queue; all of it, or no more than it takes."""
-        assert self._recording is None, "somebody waits while a graph is recorded"
+        """Run the queue until ``until`` holds, or completely."""
+        assert self._recording is None, "the host waits while a graph is recorded"
         with _disable_current_modes(), torch.inference_mode():
             while self._queue and not until():
                 self._queue.popleft()()
@@ -129,7 +130,7 @@ class Gpu(TorchDispatchMode):
         self.run()
 
     def kernel(self, function: Callable[..., Any]) -> Callable[..., Any]:
-        """``function`` of tensors as one kernel: it is launched once, and may write to its arguments."""
+        """``function`` of tensors as one kernel. It is one launch, and may write to its arguments."""
 
         def launch(*args: Any) -> Any:
             inner = tree_map_only(OnGpu, lambda tensor: tensor.memory, args)
@@ -152,7 +153,7 @@ class Gpu(TorchDispatchMode):
                 return args[0]
         asked = torch.device(kwargs["device"]) if kwargs.get("device") is not None else None
         if here and asked is not None and asked.type == "meta":
-            kwargs["device"] = asked = CUDA  # what torch takes the device for
+            kwargs["device"] = asked = CUDA  # torch takes the device for a meta device
         if func not in _WHOLE and func not in _WAITING:
             with self:
                 taken_apart = func.decompose(*args, **kwargs)
@@ -181,7 +182,7 @@ class Gpu(TorchDispatchMode):
         return self._compute(_STAND_INS.get(func, func), func, inner, named)
 
     def _exchange(self, func: Any, args: Any, kwargs: dict[str, Any], here: bool) -> Any:
-        """What ranks exchange: on the host all wait, while their devices go on; as NCCL does it, the device waits."""
+        """An exchange between ranks. On the host all wait at once. On the device it is queued, as with NCCL."""
         if not here:
             self.run()
             return func(*args, **kwargs)
@@ -228,7 +229,7 @@ class Gpu(TorchDispatchMode):
         return made
 
     def _compute(self, run: Callable[..., Any], func: Any, inner: Any, named: Any) -> Any:
-        """Give memory to the results now, and numbers later."""
+        """Allocate the results now, and queue the computation of their values."""
         shapes = func(
             *_as_meta(inner), **({**_as_meta(named), "device": "meta"} if "device" in named else _as_meta(named))
         )
@@ -247,7 +248,7 @@ class Gpu(TorchDispatchMode):
         return tree_map_only(Tensor, OnGpu, memory)
 
     def _across(self, source: Tensor, kwargs: dict[str, Any]) -> Tensor:
-        """A copy of ``source`` on the other side."""
+        """A copy of ``source`` on the other side: host or device."""
         dtype = kwargs.get("dtype") or source.dtype
         if isinstance(source, OnGpu):
             self._wait("a copy to the host")
@@ -266,11 +267,11 @@ class Gpu(TorchDispatchMode):
             self.launch(lambda: to.copy_(what))
         return target
 
-    # ------------------------------------------------------------ what torch.cuda has
+    # ------------------------------------------------------------ torch.cuda
 
     @contextmanager
     def recording(self, *args: Any, **options: Any) -> Iterator[None]:
-        """torch.cuda.graph."""
+        """Replaces torch.cuda.graph."""
         graph: Graph = _GRAPH.bind(*args, **options).arguments["cuda_graph"]
         self.run()
         self._recording = graph.works
@@ -281,7 +282,7 @@ class Gpu(TorchDispatchMode):
 
 
 class Graph:
-    """torch.cuda.CUDAGraph."""
+    """Replaces torch.cuda.CUDAGraph."""
 
     def __init__(self, gpu: Gpu) -> None:
         self._gpu = gpu
@@ -294,7 +295,7 @@ class Graph:
 
 
 class Event:
-    """torch.cuda.Event."""
+    """Replaces torch.cuda.Event."""
 
     def __init__(self, gpu: Gpu) -> None:
         self._gpu = gpu
@@ -312,21 +313,21 @@ class Event:
 
 
 def _as_copy(args: Any, kwargs: dict[str, Any]) -> tuple[Any, Any, dict[str, Any]]:
-    """``Tensor.to`` as the copy that it makes, if it makes one: torch would ask the driver for it."""
+    """The copy operation of ``Tensor.to`` with its arguments, or None if it copies nothing. torch asks the driver."""
     named = dict(kwargs) | {"dtype": kwargs.get("dtype"), "device": kwargs.get("device")}
     for argument in args[1:]:
         if isinstance(argument, (torch.dtype, torch.device)):
             named["dtype" if isinstance(argument, torch.dtype) else "device"] = argument
     dtype, device = named["dtype"] or args[0].dtype, torch.device(named["device"] or args[0].device)
     if isinstance(args[0], OnGpu) and device.type == "meta":
-        device = CUDA  # what torch takes the device for
+        device = CUDA  # torch takes the device for a meta device
     same = dtype == args[0].dtype and device.type == args[0].device.type and not named.get("copy")
     options = {"dtype": dtype, "device": device, "non_blocking": named.get("non_blocking", False)}
     return None if same else aten._to_copy.default, args[:1], options
 
 
 def _bracketed(tensor: Tensor, key: Any) -> tuple[Tensor, list[Tensor | None]]:
-    """``tensor[key]`` as a view, and the tensors that it is indexed by, dimension by dimension."""
+    """``tensor[key]`` as a view, and the index tensors by dimension."""
     keys = list(key) if isinstance(key, tuple) else [key]
     indexes: list[Tensor | None] = []
     for at, part in enumerate(keys):
@@ -347,7 +348,7 @@ def _bracketed(tensor: Tensor, key: Any) -> tuple[Tensor, list[Tensor | None]]:
 
 
 class Stream:
-    """torch.cuda.Stream: all are one queue."""
+    """Replaces torch.cuda.Stream. All streams are one queue."""
 
     def wait_stream(self, other: Stream) -> None:
         pass
@@ -358,7 +359,7 @@ def _as_meta(tree: Any) -> Any:
 
 
 def _poison(memory: Tensor) -> None:
-    """Who reads it too early will not go unnoticed."""
+    """Fill memory, so that reading it too early gives wrong results."""
     if memory.is_floating_point():
         memory.fill_(float("nan"))
     elif memory.dtype is not torch.bool:
@@ -367,7 +368,7 @@ def _poison(memory: Tensor) -> None:
 
 @pytest.fixture
 def gpu(monkeypatch: pytest.MonkeyPatch) -> Iterator[Gpu]:
-    """A machine with a GPU of 1 GiB, an H100 otherwise."""
+    """A machine with an H100 that has only 1 GiB of memory."""
     device = Gpu()
     with replaced(monkeypatch, lambda: device), using(device):
         yield device
@@ -375,9 +376,9 @@ def gpu(monkeypatch: pytest.MonkeyPatch) -> Iterator[Gpu]:
 
 @contextmanager
 def replaced(monkeypatch: pytest.MonkeyPatch, device: Callable[[], Gpu]) -> Iterator[None]:
-    """torch.cuda is that of the ``device`` of whoever calls it."""
+    """Replace torch.cuda by the functions of ``device()``, which is evaluated in the calling thread."""
 
-    class OwnEvent(Event):  # classes, for others write torch.cuda.Event | None
+    class OwnEvent(Event):  # classes, because other code writes torch.cuda.Event | None
         def __init__(self) -> None:
             super().__init__(device())
 
@@ -411,7 +412,7 @@ def replaced(monkeypatch: pytest.MonkeyPatch, device: Callable[[], Gpu]) -> Iter
 
 @contextmanager
 def using(device: Gpu) -> Iterator[None]:
-    """What this thread asks of a GPU goes to ``device``."""
+    """This thread uses ``device`` as its GPU during the block."""
     torch._C._set_only_lift_cpu_tensors(True)  # type: ignore[attr-defined]  # or torch.tensor would ask the driver
     try:
         with device:

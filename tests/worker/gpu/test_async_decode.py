@@ -1,4 +1,4 @@
-"""Greedy steps that go on from tokens which the host has not seen draw what they would one after the other."""
+"""Asynchronous greedy steps, whose tokens the host has not seen, draw the same tokens as steps in sequence."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ def path(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 class CountingDecode(GPUAsyncDecode):
-    """Counts what it takes; it runs on a CPU too, where all that is missing is the waiting."""
+    """Counts its launches. It also runs on a CPU, without any wait."""
 
     def __init__(self) -> None:
         super().__init__(LIMITS, CPU)
@@ -60,7 +60,7 @@ class Sequence:
 
 @dataclass
 class Life:
-    """A scheduler that hands over ``ahead`` steps before it looks at the first one's output, as the engine does."""
+    """A scheduler that launches ``ahead`` steps before it reads the output of the first one, as the engine does."""
 
     runner: ModelRunner
     ahead: int
@@ -70,7 +70,7 @@ class Life:
     failed: dict[int, str] = field(default_factory=dict)
     pooled: dict[int, bytes] = field(default_factory=dict)
     described: dict[int, list[Any]] = field(default_factory=dict)  # (ids, log-probabilities, rank) of each token
-    step_s: list[float] = field(default_factory=list)  # of each step
+    step_s: list[float] = field(default_factory=list)  # seconds of each step
     step: int = 0
 
     def add(self, seq_id: int, prompt: list[int], blocks: list[int], params: SamplingParams = GREEDY) -> None:
@@ -78,7 +78,7 @@ class Life:
         self.told[seq_id] = []
 
     def run(self, finished: tuple[int, ...] = (), only: tuple[int, ...] | None = None) -> None:
-        """One step: all sequences, or ``only`` some; new ones with their whole prompt."""
+        """Run one step with all sequences, or ``only`` some. New sequences compute their whole prompt."""
         for seq_id in finished:
             del self.sequences[seq_id]
         self.step += 1
@@ -126,7 +126,7 @@ class Life:
 
 
 def _entries(columns: Logprobs) -> Iterator[tuple[list[int], list[float], int]]:
-    """Of each token."""
+    """(ids, log-probabilities, rank) of each token."""
     start = 0
     for count, rank in zip(columns.counts, columns.ranks, strict=True):
         yield columns.token_ids[start : start + count], columns.logprobs[start : start + count], rank
@@ -150,7 +150,7 @@ SAMPLED = SamplingParams(temperature=0.8, top_p=0.9)
 
 
 def eventful(life: Life) -> dict[int, list[int]]:
-    """Sequences join and leave, a row is used again while a token for its last owner is on its way, one is sampled."""
+    """Sequences join and leave. A row is reused while its last owner's token is in flight. One sequence is sampled."""
     life.add(0, random_prompt(5, 0), blocks(0))
     life.add(1, random_prompt(9, 1), blocks(1))
     for _ in range(4):
@@ -159,16 +159,16 @@ def eventful(life: Life) -> dict[int, list[int]]:
     for _ in range(3):
         life.run()
     life.add(3, random_prompt(40, 3), blocks(3))
-    life.run(finished=(1,))  # its row goes to sequence 3
+    life.run(finished=(1,))  # sequence 3 gets its row
     for _ in range(3):
         life.run()
     life.run(only=(0, 3))
     life.run()
-    life.add(4, random_prompt(1, 4), blocks(4))  # a prompt of one token: not what was drawn last
+    life.add(4, random_prompt(1, 4), blocks(4))  # a prompt of one token, not the last drawn one
     for _ in range(3):
         life.run()
     life.add(6, random_prompt(1, 6), blocks(6))
-    life.run(finished=(2,))  # its row goes to sequence 6, before the host knows what was drawn for sequence 2
+    life.run(finished=(2,))  # sequence 6 gets its row before the host has sequence 2's last token
     life.run()
     life.run(finished=(6,))
     life.add(5, random_prompt(6, 5), blocks(5), SAMPLED)
@@ -189,7 +189,7 @@ def test_tokens_are_those_of_steps_one_after_the_other(path: Path, ahead: int) -
 
 
 class NeverFed(CountingDecode):
-    """A fault: steps begin with whatever the host holds."""
+    """A fault: steps begin with the host's tokens."""
 
     def _feed(self, inputs: StepInputs, step: StepBatch, places: Ints) -> tuple[Tensor, Tensor]:
         newest = self._newest.copy()
@@ -200,14 +200,14 @@ class NeverFed(CountingDecode):
 
 
 class FedForever(CountingDecode):
-    """A fault: a row's next owner begins with the last one's token."""
+    """A fault: a row's next owner begins with the last owner's token."""
 
     def add(self, row: int) -> None:
         self._owners[row] += 1
 
 
 class Forgetful(CountingDecode):
-    """A fault: what was drawn never reaches the host's columns."""
+    """A fault: drawn tokens are never written to the host's columns."""
 
     def _settle_oldest(self, batch: InputBatch) -> None:
         step = self._under_way.popleft()
@@ -215,7 +215,7 @@ class Forgetful(CountingDecode):
 
 
 class Indiscriminate(CountingDecode):
-    """A fault: what was drawn for a row's last owner is written to the next one's tokens."""
+    """A fault: a token for a row's last owner is written to the next owner's tokens."""
 
     def _settle_oldest(self, batch: InputBatch) -> None:
         self._owners[self._under_way[0].rows] = self._under_way[0].owners

@@ -1,4 +1,4 @@
-"""The kernels compiled ahead of time for GPUs that are not there, in a process of its own."""
+"""Runs compiled_kernels.py, which compiles kernels for GPUs that this machine lacks, in a separate process."""
 
 from __future__ import annotations
 

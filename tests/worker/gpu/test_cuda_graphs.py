@@ -1,4 +1,4 @@
-"""Steps padded to the ladder and replayed from static buffers equal the steps as they are; capturing is left out."""
+"""Steps that are padded to a batch bucket and replayed from static buffers equal eager steps. Nothing is captured."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ NUM_BLOCKS = 64
 
 
 class DeviceBackend(AttentionBackend[AttentionMetadata]):
-    """Attention that takes nothing from the host: every token against the whole table of its sequence, masked."""
+    """Attention without data from the host: each token attends to its sequence's whole table, with a mask."""
 
     name, capturable = "device", True
 
@@ -62,7 +62,7 @@ class DeviceBackend(AttentionBackend[AttentionMetadata]):
 
 @dataclass
 class Recorder:
-    """Stands in for a CUDA graph: the same call on the same memory, its result always in the same place."""
+    """Replaces a CUDA graph: it repeats the call on the same memory, and copies the result to the same place."""
 
     captures: int = 0
     replays: int = 0
@@ -97,7 +97,10 @@ def graph_driver(
     monkeypatch: pytest.MonkeyPatch,
     backend: type[AttentionBackend[Any]] = DeviceBackend,
 ) -> Driver:
-    """A driver whose runner goes through this backend, and through a GraphForward where there is a recorder."""
+    """A driver whose runner uses DeviceBackend, with a GraphForward if there is a recorder.
+
+    ``backend`` has no effect.
+    """
 
     def select(
         model: object, backend: object, caches: list[Tensor], limits: StepLimits
@@ -117,7 +120,7 @@ def graph_driver(
 
 
 def serve(driver: Driver) -> None:
-    """Five sequences, of which one after the other joins, and one leaves: every size from 1 to 5, and other lengths."""
+    """Run five sequences. They join one after the other, and one leaves, so that batches of 1 to 5 occur."""
     for seq_id, length in enumerate([5, 20, 31, 3, 40]):
         driver.add(seq_id, random_prompt(length, seq_id))
         driver.step(dict.fromkeys(range(seq_id), 1) | {seq_id: length})
@@ -140,7 +143,7 @@ def test_padded_and_replayed_steps_equal_the_steps_as_they_are(
 
 
 def test_a_step_leaves_nothing_behind_for_the_next_ones_padding(path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """After four sequences come three: the row of the fourth pads, and writes to none of its blocks."""
+    """A step of three sequences follows one of four. The padding row must not write to the fourth sequence's blocks."""
     driver = graph_driver(path, Recorder(), monkeypatch)
     for seq_id in range(4):
         driver.add(seq_id, random_prompt(9, seq_id))
@@ -155,14 +158,14 @@ def test_a_step_leaves_nothing_behind_for_the_next_ones_padding(path: Path, monk
 
 
 def test_padding_that_were_not_reset_would_be_seen(path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """The planted fault: rows that pad keep what the step before left in them."""
+    """A planted fault: padding rows keep the data of the previous step."""
     monkeypatch.setattr("raylm.worker.gpu.cuda_graphs.DecodeBuffers._pad", lambda self, start, end: None)
     with pytest.raises(AssertionError):
         test_a_step_leaves_nothing_behind_for_the_next_ones_padding(path, monkeypatch)
 
 
 def test_all_graphs_are_captured_at_start(path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Graphs are (sequences, blocks of their tables): here of 32 tokens, of 128, and of the longest sequence."""
+    """Graphs are (sequences, blocks of their tables): for 32 tokens, 128 tokens, and the longest sequence."""
     recorder = Recorder()
     driver = graph_driver(path, recorder, monkeypatch)
     forward = driver.runner.forward
@@ -184,4 +187,4 @@ def test_without_memory_for_a_graph_the_step_runs_as_it_is_and_the_log_says_so(
     driver.add(0, prompt)
     with caplog.at_level(logging.WARNING):
         assert driver.run(0, until=16).tokens == reference.greedy(prompt, 10)
-    assert caplog.text.count("their CUDA graph has no memory") == 21  # once a graph, and never again
+    assert caplog.text.count("their CUDA graph has no memory") == 21  # one line for each graph, and no more

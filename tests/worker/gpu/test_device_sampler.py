@@ -1,4 +1,4 @@
-"""Tokens drawn on the device are the host sampler's, from the same random numbers."""
+"""Tokens drawn on the device equal the host sampler's, with the same random numbers."""
 
 from __future__ import annotations
 
@@ -40,7 +40,7 @@ def test_the_random_bits_are_the_hosts(states: list[int], index: list[int]) -> N
 def both(
     logits: torch.Tensor, params: list[SamplingParams], sampler: DeviceSampler | None = None
 ) -> tuple[list[int], list[int]]:
-    """What the host and the device draw from rows of logits."""
+    """The tokens that the host and the device draw from rows of logits."""
     sampler, length = sampler or DeviceSampler(), 3
     batch = InputBatch(len(params), 64, 16, logits.shape[1])
     for at, wish in enumerate(params):
@@ -71,7 +71,7 @@ WISHES: list[dict[str, Any]] = [
 @pytest.mark.parametrize("vocab_size", [7, 512, 3000])
 @pytest.mark.parametrize("spread", [0.1, 3.0])
 def test_every_parameter_draws_the_hosts_tokens(vocab_size: int, spread: float) -> None:
-    """In one batch, of more rows than are drawn at once."""
+    """The batch has more rows than are drawn at once."""
     generator = torch.Generator().manual_seed(vocab_size)
     params = [SamplingParams(**wish) for wish in WISHES] * 5
     wanted, got = both(spread * torch.randn(len(params), vocab_size, generator=generator), params)
@@ -82,7 +82,7 @@ def test_every_parameter_draws_the_hosts_tokens(vocab_size: int, spread: float) 
     "wish", [{"top_k": 3}, {"top_p": 0.5}, {"top_p": 0.26, "top_k": 6}, {"min_p": 0.5}, {}], ids=str
 )
 def test_equal_logits_are_cut_where_the_host_cuts_them(wish: dict[str, Any]) -> None:
-    """Few distinct values, both zeros among them; and tokens that cannot be drawn."""
+    """Few distinct logits, with both zeros, and tokens that cannot be drawn."""
     generator = torch.Generator().manual_seed(1)
     logits = torch.tensor([-1.0, -0.0, 0.0, 1.0, -torch.inf])[torch.randint(5, (64, 40), generator=generator)]
     wanted, got = both(logits, [SamplingParams(temperature=1.0, **wish)] * 64)
@@ -106,14 +106,14 @@ def test_descend_finds_the_key_where_the_sum_is_reached(data: st.DataObject) -> 
 
 
 def test_other_random_numbers_would_be_seen(monkeypatch: pytest.MonkeyPatch) -> None:
-    """The planted fault: one constant of the generator is another."""
+    """A planted fault: one constant of the random generator is changed."""
     monkeypatch.setattr(device_sampler, "_MULTIPLIER_1", device_sampler._MULTIPLIER_1 + 2)
     wanted, got = both(torch.randn(8, 512, generator=torch.Generator().manual_seed(3)), [SamplingParams()] * 8)
     assert got != wanted
 
 
 def test_the_kernels_in_tritons_interpreter() -> None:
-    """The interpreter is chosen for a whole process."""
+    """In a separate process, because the interpreter is chosen for a whole process."""
     env = os.environ | {"TRITON_INTERPRET": "1", "PYTHONPATH": str(ROOT)}
     command = [sys.executable, "-m", "pytest", "-p", "no:cacheprovider", "tests/worker/gpu/interpreted_sampler.py"]
     done = subprocess.run(command, cwd=ROOT, env=env, capture_output=True, text=True)

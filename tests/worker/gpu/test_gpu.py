@@ -1,4 +1,4 @@
-"""What only a GPU can show: its kernel, its graphs, and greedy tokens as the CPU has them; else left out."""
+"""Tests that need a GPU: kernels, graphs, and greedy tokens equal to the CPU's. Skipped elsewhere."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ from tests.worker.gpu.test_device_sampler import WISHES
 pytestmark = [
     pytest.mark.gpu,
     pytest.mark.skipif(not torch.cuda.is_available(), reason="there is no GPU"),
-    pytest.mark.filterwarnings("default"),  # triton, xformers and torch warn of each other, by version
+    pytest.mark.filterwarnings("default"),  # triton, xformers and torch warn about each other's versions
 ]
 
 
@@ -69,7 +69,7 @@ def test_the_product_of_one_row(outputs: int, inputs: int, dtype: torch.dtype) -
 
 @pytest.mark.parametrize("vocab_size", [3, 4097, 128256])
 def test_the_sampler_draws_the_tokens_of_torchs_operations(vocab_size: int) -> None:
-    """And finds the same peaks. float64 logarithms of both differ in their last bit at most."""
+    """Both find the same peaks. Their float64 logarithms differ by at most the last bit."""
     params = [SamplingParams(**wish) for wish in WISHES] * 5
     generator = torch.Generator("cuda").manual_seed(vocab_size)
     logits = 3.0 * torch.randn(len(params), vocab_size, generator=generator, device="cuda")
@@ -99,7 +99,7 @@ def test_a_worker_has_graphs_and_decodes_asynchronously(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("graphs", [True, False])
 def test_greedy_tokens_are_the_cpus_or_a_tie(graphs: bool) -> None:
-    """Questions differ in ties at most; behind beginnings that mean nothing to it, where bfloat16 alone may decide."""
+    """Answers to questions may differ only at ties. After meaningless beginnings, bfloat16 rounding may decide."""
     questions, beginnings = greedy_rows("cuda", engine={"cuda_graphs": graphs})
     assert questions["prompts"] == beginnings["prompts"] == 20
     assert all(margin < 1e-2 for margin in questions["margins"]), questions
@@ -107,7 +107,7 @@ def test_greedy_tokens_are_the_cpus_or_a_tie(graphs: bool) -> None:
 
 
 def test_a_steady_step_waits_for_nothing_but_the_step_before(tmp_path: Path) -> None:
-    """As the profiler sees it."""
+    """Measured with torch's profiler."""
     path = make_checkpoint(tmp_path, "qwen3", dtype=torch.bfloat16, tokenizer=False)
     tree = {"model": str(path), "device": "cuda", "cache": {"num_blocks": 64}, "scheduler": {"max_num_seqs": 4}}
     life = Life(start_runner(Config.model_validate(tree))[0], 2)
@@ -119,6 +119,6 @@ def test_a_steady_step_waits_for_nothing_but_the_step_before(tmp_path: Path) -> 
         for _ in range(8):
             life.run()
     waits = [event.name for event in profiler.events() or [] if "Synchronize" in event.name]
-    assert waits.count("cudaEventSynchronize") <= 2 * 8, waits  # who reads a step's tokens, and who needs their place
+    assert waits.count("cudaEventSynchronize") <= 2 * 8, waits  # one for the tokens of a step, one for their buffer
     assert not set(waits) - {"cudaEventSynchronize", "cudaDeviceSynchronize"}, waits
-    assert waits.count("cudaDeviceSynchronize") <= 2, waits  # the profiler's own
+    assert waits.count("cudaDeviceSynchronize") <= 2, waits  # from the profiler

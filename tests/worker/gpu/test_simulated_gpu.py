@@ -1,4 +1,4 @@
-"""The worker's CUDA path on a simulated GPU: graphs, async decode and padding give transformers' tokens."""
+"""The worker's CUDA path on a simulated GPU: graphs, asynchronous decoding and padding give transformers' tokens."""
 
 from __future__ import annotations
 
@@ -40,7 +40,7 @@ from tests.worker.test_worker_with_scheduler import NEW_TOKENS, PROMPTS, SHARING
 
 
 def attend(self: PagedAttention, q: Tensor, keys: Tensor, values: Tensor, pages: Pages, spec: AttentionSpec) -> Tensor:
-    """What the kernel of attention computes, by torch's operations: nothing behind a sequence is used."""
+    """The attention kernel's result by torch's operations. Data after the end of a sequence is ignored."""
     count, size, device = len(pages.lengths), self._block_size, q.device
     tables = F.pad(pages.block_tables, (0, 0, 0, count - len(pages.block_tables))).long()
     slots = (tables[:, :, None] * size + torch.arange(size, device=device)).flatten(1)
@@ -56,13 +56,13 @@ def attend(self: PagedAttention, q: Tensor, keys: Tensor, values: Tensor, pages:
 
 
 class Device(Protocol):
-    """What launches kernels: a simulated GPU, or that of whoever asks."""
+    """A device that launches kernels: a simulated GPU, or one for each calling thread."""
 
     def kernel(self, function: Callable[..., Any]) -> Callable[..., Any]: ...
 
 
 def attends_on(device: Device) -> Callable[..., Tensor]:
-    """``attend`` as one kernel."""
+    """``attend`` as one kernel of the device."""
 
     def launch(
         self: PagedAttention, q: Tensor, keys: Tensor, values: Tensor, pages: Pages, spec: AttentionSpec
@@ -76,7 +76,7 @@ def attends_on(device: Device) -> Callable[..., Tensor]:
 
 
 class SimulatedKernels(Elementwise):
-    """One launch each, as the kernels are; what these compute is compared with torch by interpreted_kernels.py."""
+    """Each method is one launch, as on a GPU. interpreted_kernels.py compares the real kernels with torch."""
 
     device: ClassVar[Device]
 
@@ -93,7 +93,7 @@ class SimulatedKernels(Elementwise):
 
 
 class SimulatedLinear:
-    """One launch for any number of rows."""
+    """A linear layer with one launch, for any number of rows."""
 
     device: ClassVar[Device]
 
@@ -137,7 +137,7 @@ def _rotate_and_write(qkv: Tensor, angles: Angles, weight: Tensor | None, eps: f
 
 @pytest.fixture
 def machine(gpu: Gpu, monkeypatch: pytest.MonkeyPatch) -> Iterator[Gpu]:  # noqa: F811
-    """The simulated GPU, with RayLM's kernels on it, which take float32 there too."""
+    """The simulated GPU with RayLM's kernels, which also accept float32."""
     equip(monkeypatch, gpu)
     yield gpu
     probe.cache_clear()
@@ -162,7 +162,7 @@ def path(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture(scope="module")
 def wanted(path: Path) -> dict[tuple[int, ...], list[int]]:
-    """Prompt and answer of each prompt."""
+    """The prompt and the answer for each prompt."""
     reference = Reference(path)
     return {tuple(prompt): reference.greedy(prompt, NEW_TOKENS) for prompt in (*PROMPTS, *SHARING)}
 
@@ -227,7 +227,7 @@ def start(path: Path, **config: Any) -> ModelRunner:
 
 @pytest.fixture(scope="module")
 def events(path: Path) -> dict[int, list[int]]:
-    """What sequences that come and go draw on a CPU."""
+    """The tokens of joining and leaving sequences on a CPU."""
     return eventful(Life(start(path, device="cpu"), 1))
 
 
@@ -240,7 +240,7 @@ def test_sequences_come_and_go(machine: Gpu, path: Path, events: dict[int, list[
 
 @pytest.mark.parametrize("ahead", [1, 2])
 def test_the_time_of_a_step_is_its_own(machine: Gpu, path: Path, monkeypatch: pytest.MonkeyPatch, ahead: int) -> None:
-    """The device takes a second for each forward pass, and nothing else takes time; steps wait for those before."""
+    """The device takes a second for each forward pass, and everything else takes no time. Steps are queued."""
     life, now = Life(start(path), ahead), 0.0
     forward = life.runner.forward
     hidden = forward.hidden
@@ -259,7 +259,7 @@ def test_the_time_of_a_step_is_its_own(machine: Gpu, path: Path, monkeypatch: py
     life.add(0, random_prompt(5, 0), blocks(0))
     for _ in range(5):
         life.run()
-    life.add(1, random_prompt(5, 1), blocks(1))  # a step that is not asynchronous, behind one that is
+    life.add(1, random_prompt(5, 1), blocks(1))  # a synchronous step after an asynchronous one
     for _ in range(5):
         life.run()
     life.end()
@@ -269,7 +269,7 @@ def test_the_time_of_a_step_is_its_own(machine: Gpu, path: Path, monkeypatch: py
 def test_the_profile_run_takes_the_memory_of_what_requests_may_ask(
     machine: Gpu, path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Counts of penalties, kept logits and the parts of a truncated draw exist before the pool is sized."""
+    """Penalty counts, stored logits and the parts of a truncated draw are allocated before the pool is sized."""
     called: list[str] = []
     for owner, name in ((DevicePenalties, "_take_over"), (DeviceLogprobs, "describe"), (device_sampler, "truncate")):
         monkeypatch.setattr(owner, name, noted(getattr(owner, name), called))
@@ -297,7 +297,7 @@ STEADY: list[dict[str, Any]] = [
 @pytest.mark.parametrize("graphs", [True, False])
 @pytest.mark.parametrize("wish", STEADY, ids=str)
 def test_a_steady_step_waits_for_nothing(machine: Gpu, path: Path, wish: dict[str, Any], graphs: bool) -> None:
-    """Greedy, sampled, sampled from the most likely tokens, and with what changes logits but does not ask the host."""
+    """Greedy, sampled, sampled from the most likely tokens, and with logits processors that need no host."""
     life = Life(start(path, engine={"cuda_graphs": graphs}), 2)
     for seq_id in range(3):
         life.add(seq_id, random_prompt(5, seq_id), blocks(seq_id), SamplingParams(**wish))
@@ -310,13 +310,13 @@ def test_a_steady_step_waits_for_nothing(machine: Gpu, path: Path, wish: dict[st
         launched.append(machine.launched)
     assert machine.waits == []
     each = set(np.diff(launched).tolist())
-    assert len(each) == 1, "some steps do more than others"
+    assert len(each) == 1, "some steps launch more than others"
     assert each.pop() < (40 if wish == {"temperature": 0.0} else 300) + 60 * (not graphs)
 
 
 @pytest.mark.parametrize("graphs", [True, False])
 def test_a_step_with_a_prompt_waits_for_nothing(machine: Gpu, path: Path, graphs: bool) -> None:
-    """Nor do the steps before and after it."""
+    """The steps before and after it do not wait either."""
     life = Life(start(path, engine={"cuda_graphs": graphs}), 2)
     life.add(0, random_prompt(5, 0), blocks(0), SamplingParams(temperature=0.8))
     for _ in range(3):
@@ -383,7 +383,7 @@ def test_who_waits_while_a_graph_is_recorded_is_told(machine: Gpu, path: Path, m
 
 @pytest.mark.parametrize("family", ["llama", "qwen3"])
 def test_a_layer_takes_few_launches(machine: Gpu, tmp_path: Path, family: str) -> None:
-    """Four products, two norms with their sums, rotation with the write of keys and values, two of attention, SiLU."""
+    """Four products, two norms with sums, rotation with the KV write, two attention kernels, and SiLU."""
     counts = []
     for layers in (2, 3):
         folder = tmp_path / str(layers)
@@ -401,7 +401,7 @@ def test_a_layer_takes_few_launches(machine: Gpu, tmp_path: Path, family: str) -
 
 
 def test_a_step_with_a_prompt_is_one_launch_whatever_its_layers(machine: Gpu, tmp_path: Path) -> None:
-    """Beside what is copied into its buffers, and what the sampler does; without graphs a layer takes 13."""
+    """Plus the copies into its buffers and the sampler's launches. Without graphs, each layer has 13 launches."""
     counts: dict[bool, list[int]] = {True: [], False: []}
     for layers in (2, 3):
         folder = tmp_path / str(layers)
@@ -421,7 +421,7 @@ def test_a_step_with_a_prompt_is_one_launch_whatever_its_layers(machine: Gpu, tm
 
 @pytest.mark.parametrize("architecture", ["LlamaForCausalLM", "Olmo2ForCausalLM"])
 def test_logits_are_not_rounded_to_bfloat16(machine: Gpu, tmp_path: Path, architecture: str) -> None:
-    """As they are not on a CPU: of two tokens that round to the same the better one is to be drawn."""
+    """As on a CPU: of two tokens with the same rounded logit, the better one must be drawn."""
     from tests.models.transformers_backend.families import make_family
 
     make_family(tmp_path, architecture)

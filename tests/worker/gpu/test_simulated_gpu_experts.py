@@ -1,4 +1,4 @@
-"""Models with experts on a simulated GPU: no step waits for how many rows an expert has, and graphs are captured."""
+"""Models with experts on a simulated GPU: no step waits for the number of an expert's rows, and graphs are captured."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ FAMILIES = ["Qwen3MoeForCausalLM", *(pytest.param(name, marks=pytest.mark.long) 
 
 
 def product(x: Tensor, weight: Tensor, order: Tensor, ends: Tensor) -> Tensor:
-    """What product_by_expert computes; interpreted_experts.py compares that with torch."""
+    """The result of product_by_expert. interpreted_experts.py compares the real kernel with torch."""
     experts = torch.searchsorted(ends.long(), torch.arange(len(order)), right=True)
     out = x.new_empty(len(order), weight.shape[1])
     out[order] = torch.einsum("poi,pi->po", weight[experts], x[order // (len(order) // len(x))])
@@ -47,14 +47,14 @@ def add(products: Tensor, weights: Tensor, dtype: torch.dtype) -> Tensor:
 
 @pytest.fixture
 def grouped(machine: Gpu, monkeypatch: pytest.MonkeyPatch) -> Gpu:  # noqa: F811
-    """The simulated GPU, with the kernels of experts on it."""
+    """The simulated GPU with the kernels of experts."""
     monkeypatch.setattr(TritonExperts, "_product", lambda self, *args: machine.kernel(product)(*args))
     monkeypatch.setattr(TritonExperts, "_add", lambda self, *args: machine.kernel(add)(*args))
     return machine
 
 
 def make(path: Path, architecture: str) -> Path:
-    """Without windows, which no kernel of the GPU has in float32."""
+    """A checkpoint without windows, because no GPU kernel supports windows in float32."""
     from tests.models.transformers_backend.families import make_family
 
     return make_family(path, architecture, **WITHOUT_WINDOWS.get(architecture, {}))
@@ -82,7 +82,7 @@ def test_tokens_are_the_cpus_and_steps_are_captured_and_wait_for_nothing(
 def test_experts_one_by_one_would_wait(
     grouped: Gpu, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    """As without triton: the log says so, and nothing is captured."""
+    """As without triton: the log has a warning, and nothing is captured."""
     monkeypatch.setitem(GROUPED_EXPERTS._homes, "cuda", "raylm.models.gpu.absent:TritonExperts")
     path = make(tmp_path, "Qwen3MoeForCausalLM")
     runner = start(path)
@@ -94,7 +94,7 @@ def test_experts_one_by_one_would_wait(
 
 @pytest.mark.long
 def test_routing_by_modeling_code_of_its_own_is_not_captured(grouped: Gpu, tmp_path: Path) -> None:
-    """JetMoe's experts are no module of the common kind: they ask the host for the number of rows."""
+    """JetMoe's experts are not of the common module class. They ask the host for the number of rows."""
     path = make(tmp_path, "JetMoeForCausalLM")
     runner = start(path)
     assert not isinstance(runner.forward, GraphForward)

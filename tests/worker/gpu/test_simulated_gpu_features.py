@@ -1,4 +1,4 @@
-"""Features beside plain decoding on a simulated GPU: what they draw, or pool, is what they do on a CPU."""
+"""Features besides plain decoding on a simulated GPU draw, or pool, the same as on a CPU."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ def patient(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 class Wishing(Life):
-    """Sequences by their ids have something more of a NewSequence."""
+    """A Life whose sequences have further fields of NewSequence, by sequence id."""
 
     wishes: dict[int, dict[str, Any]]
 
@@ -46,7 +46,7 @@ class Wishing(Life):
 
 
 def drawn(runner: ModelRunner, wishes: dict[int, dict[str, Any]]) -> dict[int, list[int]]:
-    """What four sequences draw in some steps."""
+    """The tokens of four sequences in some steps."""
     life = Wishing(runner, 2)
     life.wishes = wishes
     for seq_id in range(4):
@@ -58,7 +58,7 @@ def drawn(runner: ModelRunner, wishes: dict[int, dict[str, Any]]) -> dict[int, l
 
 
 def low_rank_on(device: Gpu, patch: pytest.MonkeyPatch) -> None:
-    """What the kernels of adapters compute, as one launch; interpreted_low_rank.py compares them with torch."""
+    """The adapter kernels' result, as one launch. interpreted_low_rank.py compares the real kernels with torch."""
     known: dict[int, Tensor] = {}
 
     def address(self: GroupedLowRank, tensor: Any) -> int:
@@ -118,7 +118,7 @@ def test_adapters(
         runner = with_adapters(path, adapters(path, tmp_path / device), device)
         machine.replays = 0
         found.append([drawn(runner, ADAPTED)])
-        assert (machine.replays > 0) == (device == "cuda"), "adapters do without graphs"
+        assert (machine.replays > 0) == (device == "cuda"), "adapters must not prevent graphs"
         found[-1].append(drawn(runner, {}))
     assert found[0] == found[1]
     assert found[0][0] != found[0][1]
@@ -145,13 +145,13 @@ def test_a_graph_that_had_other_rows_adapters_would_be_seen(
     tmp_path: Path,
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    """The planted fault: what is uploaded for a step stays the first step's."""
+    """A planted fault: the adapters of the first step stay in use."""
     low_rank_on(machine, monkeypatch)
     folder = adapters(path, tmp_path)
     here = drawn(with_adapters(path, folder, "cpu"), ADAPTED)
     runner = with_adapters(path, folder, "cuda")
     monkeypatch.setattr(AdapterRun, "__eq__", lambda self, other: True)
-    with pytest.raises((AssertionError, IndexError)):  # the first step had more rows
+    with pytest.raises((AssertionError, IndexError)):  # the first step has more rows
         assert drawn(runner, ADAPTED) == here
 
 
@@ -162,7 +162,7 @@ def test_forms_of_answers(machine: Gpu) -> None:  # noqa: F811
 
 
 def test_what_changes_logits_is_done_on_the_device(machine: Gpu, path: Path) -> None:  # noqa: F811
-    """Among steps that the host draws, whenever a sequence joins; a row is used again by another sequence."""
+    """Among steps that the host draws, because a sequence joins. A row is reused by another sequence."""
     params = [
         {"temperature": 1.2, "presence_penalty": 0.8, "frequency_penalty": 0.7, "repetition_penalty": 1.5},
         {"temperature": 0.0, "logit_bias": {3: 4.0, 9: 4.0}, "repetition_penalty": 1.8},
@@ -194,7 +194,7 @@ BAD_WORDS = ((5,), (5, 7), (9, 11, 3), *((at, at + 1) for at in range(0, 60, 2))
 
 
 def test_bad_words_are_left_out_on_the_device(machine: Gpu, path: Path) -> None:  # noqa: F811
-    """Among few tokens, so that many would end one of them; one row has longer ones than the others."""
+    """With few tokens, so that many would end a bad word. One row has longer bad words than the others."""
     wishes = {
         at: {"bad_words_token_ids": words, "params": SamplingParams(temperature=2.0, allowed_token_ids=list(range(12)))}
         for at, words in enumerate((BAD_WORDS[3:9], BAD_WORDS, tuple((at, at) for at in range(12))))
@@ -210,7 +210,7 @@ def test_bad_words_are_left_out_on_the_device(machine: Gpu, path: Path) -> None:
 
 
 def test_log_probabilities_are_found_on_the_device(machine: Gpu, path: Path) -> None:  # noqa: F811
-    """Of what the model gave, not of what is drawn from; a row is used again by a sequence that asks for others."""
+    """They describe the model's logits, not the processed ones. A row is reused by a sequence with other requests."""
     wishes = {
         0: {"logprobs": 3, "repetition_penalty": 1.6, "temperature": 1.3},
         1: {"logprobs": 20, "temperature": 0.0},
@@ -256,7 +256,7 @@ EMBEDDED_WISHES: list[dict[str, Any]] = [
 
 @pytest.mark.parametrize("graphs", [pytest.param(True, marks=pytest.mark.long), False])
 def test_a_steady_step_waits_for_nothing_whatever_is_asked(machine: Gpu, graphs: bool) -> None:  # noqa: F811
-    """Structured rows with a mask that the host makes meanwhile, bad words, log-probabilities; all in one batch."""
+    """Structured rows whose masks the host computes meanwhile, bad words, and log-probabilities, all in one batch."""
     life = Wishing(start(EMBEDDED, dtype="float32", engine={"cuda_graphs": graphs}), 2)
     life.wishes = dict(enumerate(EMBEDDED_WISHES))
     life.wishes[0] = life.wishes[0] | {"grammar": grammar_of(StructuredOutputs(regex="[0-9 ]{60}"))}
@@ -271,7 +271,7 @@ def test_a_steady_step_waits_for_nothing_whatever_is_asked(machine: Gpu, graphs:
         life.run()
         launched.append(machine.launched)
     assert machine.waits == []
-    assert len(set(np.diff(launched).tolist())) == 1, "some steps do more than others"
+    assert len(set(np.diff(launched).tolist())) == 1, "some steps launch more than others"
     assert [len(tokens) for tokens in life.end().values()] == [12] * 4
 
 
@@ -288,7 +288,7 @@ def test_masks_are_applied_where_the_host_applies_them(machine: Gpu) -> None:  #
 
 
 def count_launches(runner: ModelRunner) -> list[object]:
-    """A list that grows with every step that the device draws."""
+    """A list that grows with each step that the device draws."""
     taken: list[object] = []
     launch = runner.async_decode.launch
 
@@ -301,7 +301,7 @@ def count_launches(runner: ModelRunner) -> list[object]:
 
 
 def test_fp8_is_captured(machine: Gpu, tmp_path: Path) -> None:  # noqa: F811
-    """No CPU path has fp8 to compare with; what it multiplies is tested elsewhere."""
+    """Compares with the steps without graphs, because no CPU path has fp8. Other tests check the products."""
     from tests.models.quantization.test_fp8 import make as make_fp8
 
     quantized, _ = make_fp8(tmp_path)
@@ -316,7 +316,7 @@ FORMATS = ["GPTQ", "AWQ", "compressed W4A16 with zeros, a layer ignored"]
 
 @pytest.mark.parametrize("name", [FORMATS[0], *(pytest.param(name, marks=pytest.mark.long) for name in FORMATS[1:])])
 def test_4_bit_weights(machine: Gpu, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, name: str) -> None:  # noqa: F811
-    """What the kernel computes is compared with torch by interpreted_int4.py."""
+    """interpreted_int4.py compares the real kernel with torch."""
     from tests.models.quantization.test_quantization import BY_NAME
     from tests.models.quantization.test_quantization import make as quantize
 
@@ -344,7 +344,7 @@ def test_fp8_weights_with_scales_by_blocks(
     tmp_path: Path,
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    """Multiplied as the floats that they stand for; interpreted_fp8.py compares what the kernels compute."""
+    """The simulated kernel multiplies dequantized weights. interpreted_fp8.py compares the real kernels with torch."""
     from raylm.models.gpu.fp8 import Fp8BlocksLinear
     from raylm.models.quantization.fp8_blocks import as_floats
     from tests.models.quantization.test_fp8_blocks import make as make_blocks
@@ -379,7 +379,7 @@ def test_pooling(machine: Gpu, path: Path) -> None:  # noqa: F811
 
 @pytest.mark.long
 def test_rows_whose_masks_are_late_sit_the_step_out(machine: Gpu, monkeypatch: pytest.MonkeyPatch) -> None:  # noqa: F811
-    """Every third time that masks are asked for they are late; penalties and bad words go on from the right tokens."""
+    """Masks are late every third time. Penalties and bad words must continue from the right tokens."""
     wishes = dict(enumerate(EMBEDDED_WISHES))
     wishes[1] = wishes[1] | {
         "params": SamplingParams(repetition_penalty=1.3, logprobs=1),

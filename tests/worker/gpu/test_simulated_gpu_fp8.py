@@ -1,4 +1,4 @@
-"""Keys and values in fp8 on a simulated GPU: tokens are those of transformers with keys and values rounded to fp8."""
+"""A KV cache in fp8 on a simulated GPU: the tokens are transformers' with keys and values rounded to fp8."""
 
 from __future__ import annotations
 
@@ -35,12 +35,12 @@ from tests.worker.gpu.test_simulated_gpu_features import ADAPTED, adapters, draw
 from tests.worker.test_worker_with_scheduler import NEW_TOKENS, PROMPTS, SHARING, serve
 
 POOL: dict[str, Any] = {"num_blocks": 64, "block_size": 16}
-# The first one cuts off keys beyond 1.3.
+# The first scale cuts off keys beyond 1.3.
 SCALES = {"model.layers.0.self_attn.k_scale": 0.003, "model.layers.1.self_attn.v_scale": 0.3}
 
 
 def attends_on(device: Device) -> Callable[..., Tensor]:
-    """What our kernel computes, as one; interpreted_paged.py compares it with torch."""
+    """The fp8 attention kernel's result, as one launch. interpreted_paged.py compares the real kernel with torch."""
 
     def launch(
         self: PagedAttention, q: Tensor, keys: Tensor, values: Tensor, pages: Pages, spec: AttentionSpec
@@ -56,7 +56,7 @@ def attends_on(device: Device) -> Callable[..., Tensor]:
 
 @pytest.fixture
 def machine(gpu: Gpu, monkeypatch: pytest.MonkeyPatch) -> Iterator[Gpu]:  # noqa: F811
-    """The simulated GPU with Triton on it, which takes float32 there too."""
+    """The simulated GPU with Triton's kernels, which also accept float32."""
     equip(monkeypatch, gpu)
     monkeypatch.setattr(triton_attention, "refusals", lambda dtype, device, capability: [])
     monkeypatch.setattr(PagedAttention, "__call__", attends_on(gpu))
@@ -81,7 +81,7 @@ def with_scales(path: Path, scales: dict[str, float]) -> Path:
 
 
 def rounded(patch: pytest.MonkeyPatch, modeling: Any, scales: dict[str, float]) -> None:
-    """Let transformers attend to the keys and values that fp8 has nearest to its own."""
+    """Let transformers attend to keys and values rounded to the nearest fp8 value."""
     attention = modeling.eager_attention_forward
 
     def eager(module: Any, q: Tensor, k: Tensor, v: Tensor, *args: Any, **options: Any) -> Any:
@@ -95,7 +95,7 @@ def rounded(patch: pytest.MonkeyPatch, modeling: Any, scales: dict[str, float]) 
 
 
 def answers(path: Path, prompts: list[list[int]], modeling: Any, scales: dict[str, float] | None) -> list[list[int]]:
-    """What transformers answers; with ``scales`` over a rounded KV cache."""
+    """transformers' answers. With ``scales``, keys and values are rounded to fp8."""
     reference = Reference(path)
     with pytest.MonkeyPatch.context() as patch:
         if scales is not None:
@@ -107,7 +107,7 @@ def answers(path: Path, prompts: list[list[int]], modeling: Any, scales: dict[st
 def wanted(path: Path) -> dict[tuple[int, ...], list[int]]:
     prompts = [*PROMPTS, *SHARING]
     found = answers(path, prompts, modeling_qwen3, {})
-    assert found != answers(path, prompts, modeling_qwen3, None), "these tokens do not tell whether anything is rounded"
+    assert found != answers(path, prompts, modeling_qwen3, None), "rounding must change some of these tokens"
     return {tuple(prompt): answer for prompt, answer in zip(prompts, found, strict=True)}
 
 
@@ -149,7 +149,7 @@ def test_one_sequence_over_the_scales_of_the_checkpoint(machine: Gpu, path: Path
 
 @pytest.mark.long
 def test_scales_of_the_checkpoint(machine: Gpu, path: Path, scaled: Path) -> None:
-    """They matter, and a model whose cache is not of fp8 is served as if it had none."""
+    """They change the tokens. A model whose KV cache is not in fp8 ignores them."""
     sizes = {"max_num_seqs": 2, "max_num_batched_tokens": 64}
     found, _ = serve(scaled, PROMPTS[:2], POOL | {"dtype": "fp8"}, sizes)
     assert [found[0], found[1]] == answers(path, PROMPTS[:2], modeling_qwen3, SCALES)
@@ -172,7 +172,7 @@ def test_sequences_come_and_go_with_graphs_as_without(machine: Gpu, scaled: Path
 
 @pytest.mark.long
 def test_transformers_modeling(machine: Gpu, tmp_path: Path) -> None:
-    """Its layers leave it to attention to write keys and values."""
+    """With transformers' modeling code, the attention backend writes keys and values."""
     from tests.models.transformers_backend.families import make_family
 
     make_family(tmp_path, "Olmo2ForCausalLM")
@@ -197,7 +197,7 @@ def config(path: Path, **cache: Any) -> Config:
 
 
 def test_twice_as_many_tokens_in_the_same_memory(machine: Gpu, path: Path) -> None:
-    """As a worker allots them and as `raylm doctor` tells; the fingerprint is another one."""
+    """A worker and `raylm doctor` agree. The fingerprint differs."""
     runner, narrow = start_runner(config(path, memory_gib=2**-10, dtype="fp8"))
     _, wide = start_runner(config(path, memory_gib=2**-10))
     assert narrow.num_blocks == 2 * wide.num_blocks

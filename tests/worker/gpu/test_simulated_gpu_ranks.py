@@ -1,4 +1,4 @@
-"""Two ranks on simulated GPUs, one a thread, gloo in place of NCCL: what a CPU draws, by graphs with sums in them."""
+"""Two ranks on simulated GPUs in threads, with gloo for NCCL, draw a CPU's tokens, with graphs that contain sums."""
 
 from __future__ import annotations
 
@@ -39,7 +39,7 @@ T = TypeVar("T")
 
 
 class Machine(threading.local):
-    """A machine where each thread has a GPU of its own."""
+    """A machine with one GPU for each thread."""
 
     def __init__(self) -> None:
         self.gpu = Gpu()
@@ -63,7 +63,7 @@ def machine(monkeypatch: pytest.MonkeyPatch) -> Iterator[Machine]:
 
 
 def on_ranks(machine: Machine, size: int, path: Path, work: Callable[[Worker], T], **config: Any) -> list[T]:
-    """What ``work`` gives on each rank, with the worker of that rank, started."""
+    """The results of ``work`` on each rank's started worker."""
     engine = {"threads": 1, "tensor_parallel_size": size}
     tree = {"model": str(path), "device": "cuda", "dtype": "float32", "cache": {"num_blocks": 96, "block_size": 16}}
     tree |= {"scheduler": {"max_num_seqs": 8}, "max_model_len": 128, "engine": engine}
@@ -80,7 +80,7 @@ def on_ranks(machine: Machine, size: int, path: Path, work: Callable[[Worker], T
 
 
 def serve(worker: Worker, requests: Sequence[EngineCoreRequest]) -> dict[int, list[int]]:
-    """Drawn tokens by request."""
+    """The drawn tokens by request."""
     scheduler = worker._config.scheduler
     core = Scheduler(scheduler, KVCacheManager(96, 16), 128)
     for request in requests:
@@ -95,7 +95,7 @@ def serve(worker: Worker, requests: Sequence[EngineCoreRequest]) -> dict[int, li
 
 
 def alone(path: Path, requests: Sequence[EngineCoreRequest]) -> dict[int, list[int]]:
-    """What a CPU draws."""
+    """The tokens that a CPU draws."""
     worker = Worker(Config.model_validate({"model": str(path), "device": "cpu", "dtype": "float32"}))
     worker.start()
     return serve(worker, requests)
@@ -121,7 +121,7 @@ def path(tmp_path_factory: pytest.TempPathFactory) -> Path:
     ],
 )
 def test_two_ranks_draw_what_a_cpu_draws(machine: Machine, path: Path, scheduler: dict[str, Any]) -> None:
-    """By every sampling parameter."""
+    """With every sampling parameter."""
     asked = requests([SamplingParams(max_tokens=8, seed=at, **wish) for at, wish in enumerate(WISHES)])
 
     def run(worker: Worker) -> tuple[dict[int, list[int]], int]:
@@ -143,7 +143,10 @@ def test_structured_rows_of_two_ranks(machine: Machine) -> None:
 
 @pytest.mark.long
 def test_sums_are_inside_the_graphs(machine: Machine, tmp_path: Path) -> None:
-    """A decoding step is as many launches whatever its layers; only its logits are asked of NCCL by themselves."""
+    """The number of launches of a decoding step does not depend on the layers.
+
+    Only logits are exchanged outside of graphs.
+    """
 
     def run(worker: Worker) -> tuple[int, int, int]:
         seen = []
@@ -169,7 +172,7 @@ def test_sums_are_inside_the_graphs(machine: Machine, tmp_path: Path) -> None:
 
 
 class Lacking:
-    """One rank runs out of memory half-way through a step, at every second size, while it captures."""
+    """While capturing, one rank runs out of memory in the middle of a step, at every second size."""
 
     def __init__(self, machine: Machine, patch: pytest.MonkeyPatch) -> None:
         self._machine, self._starting = machine, threading.local()
@@ -190,7 +193,7 @@ class Lacking:
 
 
 def sizes(worker: Worker) -> tuple[dict[int, list[int]], list[int], list[int]]:
-    """What it draws, and the sizes of steps that are replayed, without prompts and with them."""
+    """The drawn tokens, and the sizes of captured steps without and with prompts."""
     forward: Any = worker._started_runner.forward
     drawn = serve(worker, requests([GREEDY] * len(PROMPTS)))
     captured = {size for (size, *_), graph in forward._graphs.items() if graph is not None}
@@ -213,7 +216,7 @@ def test_a_graph_that_one_rank_has_no_memory_for_is_captured_by_none(
 
 @pytest.mark.long
 def test_ranks_that_did_not_agree_would_be_seen(machine: Machine, path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """The planted fault: one rank does without graphs that the other one has."""
+    """A planted fault: only one of two ranks has graphs."""
 
     def by_itself(ranks: Ranks, attempt: Callable[[], T]) -> T:
         captured = attempt()

@@ -1,4 +1,4 @@
-"""Attention by our own kernels: which models get it, and the kernels in an interpreter of their own."""
+"""Attention by our own kernels: the models that use them, and interpreted_paged.py in a separate process."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The xformers backend without a GPU: what it refuses, its ladders, and its kernel in an interpreter of its own."""
+"""The xformers backend without a GPU: refusals, buckets, and its kernel in an interpreter, in a separate process."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ def spec(**changes: Any) -> AttentionSpec:
 
 @pytest.mark.long
 def test_the_kernel_in_tritons_interpreter() -> None:
-    """All of interpreted_xformers.py, its planted faults included; the interpreter is chosen for a whole process."""
+    """Run interpreted_xformers.py with its planted faults. The interpreter is chosen for a whole process."""
     env = os.environ | {"TRITON_INTERPRET": "1", "XFORMERS_ENABLE_TRITON": "1", "PYTHONPATH": str(ROOT)}
     command = [sys.executable, "-m", "pytest", "-p", "no:cacheprovider", "tests/worker/gpu/interpreted_xformers.py"]
     done = subprocess.run(command, cwd=ROOT, env=env, capture_output=True, text=True)
@@ -45,7 +45,7 @@ def test_the_kernel_in_tritons_interpreter() -> None:
 
 @pytest.fixture
 def gpu(monkeypatch: pytest.MonkeyPatch) -> pytest.MonkeyPatch:
-    """A machine that has all that the backend needs, as far as anybody asks; change it to take something away."""
+    """A machine that seems to meet all requirements of the backend. Tests remove one of them."""
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device=None: (9, 0))
     monkeypatch.setattr(split_k, "version", INSTALLED.__getitem__)
     monkeypatch.setattr(xformers, "probe", lambda *args: None)
@@ -65,7 +65,7 @@ def test_what_it_serves(gpu: pytest.MonkeyPatch) -> None:
 
 
 def test_it_serves_when_it_is_asked_for_or_where_our_kernel_does_not(gpu: pytest.MonkeyPatch) -> None:
-    """Our kernel is faster, but has no heads of 512."""
+    """Our kernel is faster, but does not support heads of 512."""
     assert select_backend([spec()], torch.bfloat16, CUDA, 64) is TritonBackend
     assert select_backend([spec(head_dim=512)], torch.bfloat16, CUDA, 64) is XformersBackend
     with pytest.raises(ConfigError, match=r"engine.attention_backend: xformers does not serve it here .*windows"):
@@ -170,7 +170,7 @@ def test_splits_occupy_the_gpu_but_stay_long(programs: int, tokens: int) -> None
 
 
 def test_tiles_fit_the_rows_and_the_blocks() -> None:
-    """What the figures rest on is compiled by compiled_kernels.py."""
+    """compiled_kernels.py compiles the kernels with these tiles."""
     assert tile_of(4, 128, 64, 9) == Tile(16, 64, 4)
     assert tile_of(128, 128, 64, 9) == Tile(128, 64, 8)
     assert tile_of(128, 128, 64, 8) == Tile(128, 32, 8)
@@ -223,7 +223,7 @@ for file in {*root.rglob("*.py")} - kernels:
     ],
 )
 def test_all_of_raylm_works_without_xformers_and_triton(tmp_path: Path, arguments: list[str]) -> None:
-    """All modules but those of kernels can be imported, and the HTTP application answers over a real engine."""
+    """All modules except kernels can be imported, and the HTTP application answers with a real engine."""
     (tmp_path / "sitecustomize.py").write_text(BLOCKED)
     env = os.environ | {"PYTHONPATH": f"{tmp_path}{os.pathsep}{ROOT}"}
     done = subprocess.run([sys.executable, *arguments], cwd=ROOT, env=env, capture_output=True, text=True)

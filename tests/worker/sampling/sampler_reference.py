@@ -1,4 +1,4 @@
-"""A straightforward sampler to test against: one row at a time, everything sorted, float64, Python's own integers."""
+"""A simple sampler as the reference: one row at a time, fully sorted, in float64 and Python integers."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ def exponential(seed: int, position: int, index: int) -> float:
 
 @dataclass
 class Reference:
-    """What one sequence's next token may be, and is."""
+    """The distribution and the choice of one sequence's next token."""
 
     new: NewSequence
 
@@ -68,7 +68,7 @@ class Reference:
         return out
 
     def weights(self, logits: NDArray[np.float32], slack: float = 0.0) -> Vector:
-        """The unnormalised distribution; limits are moved by the relative ``slack``."""
+        """The unnormalised distribution. ``slack`` is a relative change of the limits."""
         scores = self.processed(logits)
         scaled = (scores - scores.max()) / self.params.temperature
         weights = np.exp(scaled)
@@ -82,7 +82,7 @@ class Reference:
         return weights
 
     def draw(self, logits: NDArray[np.float32], slack: float = 0.0) -> int:
-        """The token of the winning group that wins."""
+        """Draw a group of tokens, then a token of this group."""
         if self.params.temperature == 0:
             scores = self.processed(logits)
             return min(range(len(scores)), key=lambda t: (-scores[t], t))

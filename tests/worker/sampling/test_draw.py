@@ -1,4 +1,4 @@
-"""The random stream: published values, independence of its keys, and the shape of its exponentials."""
+"""Random numbers: published values, independent keys, and the distribution of the exponentials."""
 
 import numpy as np
 
@@ -7,7 +7,7 @@ from tests.worker.sampling.sampler_reference import exponential
 
 
 def test_published_outputs_of_splitmix64() -> None:
-    # The first outputs at state 1234567, as listed for the reference C code.
+    # The first outputs at state 1234567, as published for the C reference code.
     expected = [
         6457827717110365317,
         3203168211198807973,
@@ -37,7 +37,7 @@ def test_exponentials_are_distributed_as_such() -> None:
     assert values.min() > 0
     assert np.isfinite(values).all()
     assert np.unique(values).size == values.size
-    # Neither neighbouring positions, seeds nor indexes are correlated, nor tokens with blocks.
+    # Neighbouring positions, seeds and indexes are not correlated, nor are tokens and blocks.
     cube = values.reshape(40, 40, 2, 300)
     for axis in range(4):
         a = np.take(cube, range(cube.shape[axis] - 1), axis).ravel()

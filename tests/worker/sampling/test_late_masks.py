@@ -1,4 +1,4 @@
-"""Rows whose masks are late sit the step out, alone, and draw what they would have drawn."""
+"""Only rows with late masks skip a step, and they draw the same tokens later."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ GRAMMAR = grammar_of(Spec(regex="[ab]+c"))
 
 @pytest.fixture
 def held(monkeypatch: pytest.MonkeyPatch) -> Iterator[threading.Event]:
-    """All masks behind the first token are slow: they are computed once this is set."""
+    """All masks after the first token are slow. They are computed when the event is set."""
     step, event = AnswerMatcher._step, threading.Event()
 
     def wait_and_step(self: AnswerMatcher, matcher: Any, tokens: list[int]) -> None:

@@ -1,4 +1,4 @@
-"""The logits processors against transformers' and against the definitions of OpenAI's penalties."""
+"""The logits processors, compared with transformers' and with the definitions of OpenAI's penalties."""
 
 import numpy as np
 import pytest
@@ -27,7 +27,7 @@ VOCAB, PROMPT, OUTPUT, COUNT = 60, [5, 6, 7, 5], [20, 21, 20, 22, 23], 4
 
 
 def run(news: list[NewSequence], logits: torch.Tensor, drawn: int = 0) -> torch.Tensor:
-    """The logits after all processors; the last ``drawn`` tokens are appended one by one."""
+    """The logits after all processors. The last ``drawn`` tokens are appended one by one."""
     batch = InputBatch(len(news) + 1, 64, 16, VOCAB)
     batch.add(NewSequence(-1, [0], 1, [0], SamplingParams(), 0))
     for new in news:
@@ -56,7 +56,7 @@ def run(news: list[NewSequence], logits: torch.Tensor, drawn: int = 0) -> torch.
 
 
 def sequences(params: SamplingParams, **more: object) -> list[NewSequence]:
-    """A few sequences of different outputs, all with these parameters."""
+    """Sequences with different outputs and the same parameters."""
     outputs = [OUTPUT, OUTPUT[:-1], [20], []]
     return [NewSequence(i, PROMPT + out, len(PROMPT), [0], params, 0, **more) for i, out in enumerate(outputs)]  # type: ignore[arg-type]
 
@@ -116,7 +116,7 @@ def test_bad_words() -> None:
 
 
 def test_bad_words_begun_in_the_prompt_may_be_finished() -> None:
-    # As in vLLM, other than in transformers: only generated tokens count.
+    # As in vLLM, and unlike transformers, only generated tokens count.
     news = sequences(SamplingParams(), bad_words_token_ids=((5, 20), (7, 5, 40), (5, 20, 21)))
     assert not run(news, random_logits()).isinf().any()
 
@@ -199,7 +199,7 @@ def test_truncation(fields: dict[str, float], temperature: float) -> None:
     maxima = BlockMaxima(logits)
     chosen = RandomRows.gather(np.arange(COUNT), batch.sampling[rows], batch.num_tokens[rows], maxima.peak)
     weights, ids, complete = truncate_candidates(maxima, chosen, 64)
-    assert complete.all(), "the candidates are all there is"
+    assert complete.all(), "the candidates contain all kept tokens"
     got = torch.zeros_like(expected).scatter_(1, torch.from_numpy(ids), torch.from_numpy(weights))
     torch.testing.assert_close(got / got.sum(dim=1, keepdim=True), expected, rtol=1e-5, atol=1e-9)
     for i in range(COUNT):

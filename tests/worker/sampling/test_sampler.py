@@ -1,4 +1,4 @@
-"""The Sampler's promises: independence of neighbours and restarts, log-probabilities, greedy ties, failed rows."""
+"""The Sampler's guarantees: independent rows and restarts, log-probabilities, greedy ties, failed rows."""
 
 from typing import Any
 
@@ -120,7 +120,7 @@ def test_greedy_takes_the_smallest_id_among_equals(sampler: Sampler) -> None:
     "others", [[], KINDS, [{"temperature": 0.0, "logprobs": 1}], [{"temperature": 0.0, "top_k": 2}]]
 )
 def test_greedy_rows_are_drawn_alike_however_the_largest_logit_is_found(others: list[dict[str, Any]]) -> None:
-    """Also rows that cannot be drawn from."""
+    """Including rows from which no token can be drawn."""
     kinds = [{"temperature": 0.0}] * 4 + others
     found = []
     for sampler in (Sampler(), Sampler(most_likely=most_likely)):
@@ -165,8 +165,8 @@ def test_logprobs_describe_the_raw_distribution() -> None:
         assert ids == [token, *expected]
         np.testing.assert_allclose(values, raw[i, ids], rtol=1e-6)
         assert rank == 1 + int((raw[i] > raw[i, token]).sum())
-    assert 9 in out.token_ids, "the biased token shows that raw logits are described"
-    assert max(out.logprobs.ranks) > 32, "a rank beyond the listed candidates is counted over the row"
+    assert 9 in out.token_ids, "the biased token shows that logprobs are of raw logits"
+    assert max(out.logprobs.ranks) > 32, "ranks beyond the candidates are counted over the row"
 
 
 def test_logprobs_leave_out_what_cannot_be_drawn() -> None:

@@ -1,4 +1,4 @@
-"""What the sampler draws: against exact distributions (chi-square) and, token by token, against the plain reference."""
+"""The sampler's tokens, compared with exact distributions (chi-square) and with the reference, token by token."""
 
 import math
 from typing import Any
@@ -87,7 +87,7 @@ def test_frequencies_over_positions_of_few_seeds() -> None:
 
 @st.composite
 def cases(draw: st.DrawFn) -> tuple[np.ndarray, list[NewSequence]]:
-    """Logits with many equals, and sequences of all kinds."""
+    """Logits with many equal values, and sequences of all kinds."""
     vocab_size = draw(st.sampled_from([3, 40, 128, 300, 513, 1100]))
     count = draw(st.integers(1, 5))
     generator = np.random.default_rng(draw(st.integers(0, 2**32 - 1)))
@@ -132,7 +132,7 @@ def test_every_way_draws_what_the_reference_draws(case: tuple[np.ndarray, list[N
         if np.isinf(Reference(new).processed(logits[i]).max()):
             assert all(i in dict(out.failed) for out in drawn.values())
             continue
-        # A limit that falls within rounding of a sum may go either way.
+        # If a limit is within rounding of a sum, both results are right.
         expected = {Reference(new).draw(logits[i], slack) for slack in (0.0, 1e-6, -1e-6)}
         got = {way: int(out.token_ids[i]) for way, out in drawn.items()}
         assert set(got.values()) <= expected, (got, expected)
@@ -146,7 +146,7 @@ def test_top_p_that_falls_exactly_between_equals_keeps_the_smallest_ids(way: str
     batch = InputBatch(400, 16, 16, vocab_size)
     rows = np.array([batch.add(NewSequence(i, [1], 1, [0], SamplingParams(top_p=0.5), i)) for i in range(400)])
     drawn = WAYS[way].sample(logits, rows, batch).token_ids
-    assert set(drawn.tolist()) == {vocab_size - 8 + i for i in range(4)}, "four tokens hold a half"
+    assert set(drawn.tolist()) == {vocab_size - 8 + i for i in range(4)}, "four tokens have half of the probability"
 
 
 @pytest.mark.parametrize("way", WAYS)

@@ -1,4 +1,4 @@
-"""StructuredOutputs with thinking budgets: masks against brute force over a small language; rows and their lives."""
+"""StructuredOutputs with thinking budgets: masks, compared with brute force over a small language, and rows."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ def grammars() -> Grammars:
 
 @pytest.fixture(autouse=True)
 def patient(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Steps wait for every mask; what happens if they do not is tested in test_late_masks.py."""
+    """Steps wait for every mask. test_late_masks.py tests steps that do not wait."""
     for name in ("QUICK_MASKS_S", "WAIT_S", "LONE_WAIT_S"):
         monkeypatch.setattr(f"raylm.worker.sampling.grammars.{name}", 60.0)
 
@@ -57,7 +57,7 @@ def sequence(
 
 
 def allowed(batch: InputBatch, *ids: int) -> list[set[int]]:
-    """The tokens that each sequence may draw now."""
+    """The tokens that each sequence may draw next."""
     rows = batch.rows(ids)
     step = process_logits(torch.zeros(len(ids), VOCAB), rows, batch, np.zeros(len(ids), np.bool_))
     return [set(np.flatnonzero(np.isfinite(row)).tolist()) for row in step.processed.logits.numpy()]
@@ -68,7 +68,7 @@ def push(batch: InputBatch, seq_id: int, token: int) -> None:
 
 
 def test_a_mask_allows_exactly_what_leads_to_a_word() -> None:
-    """All texts that the masks let through are the words, found by walking every path; EOS ends words alone."""
+    """Walk every path that the masks allow: exactly the words are reached, and EOS ends only words."""
     begun: list[list[int]] = [[]]
     ended = set()
     while begun:
@@ -99,7 +99,7 @@ def test_a_word_as_it_is_tokenized_is_let_through(text: str) -> None:
 
 
 def test_a_regular_expression_against_brute_force_over_the_vocabulary() -> None:
-    """[0-9]+x: a token may come exactly if it is digits, or digits and an x, or, behind digits, an x."""
+    """For [0-9]+x, a token may be digits, digits and an x, or an x after digits."""
     batch = new_batch(1)
     batch.add(sequence(0, Spec(regex="[0-9]+x")))
     digits = {token for token, text in enumerate(TEXTS) if text.isascii() and text.isdecimal()}
@@ -122,11 +122,11 @@ def test_other_rows_are_free_and_raw_logits_are_kept() -> None:
     assert drawn.logprobs is not None
     assert drawn.logprobs.counts == [0, 3, 0]
     assert drawn.token_ids[1] == TOKENIZER.token_to_id("yes")
-    assert min(drawn.logprobs.logprobs) < -3  # of the raw distribution, in which "yes" is one of thousands
+    assert min(drawn.logprobs.logprobs) < -3  # in the raw distribution "yes" is one of thousands
 
 
 def test_a_row_that_comes_back_goes_on_where_it_was() -> None:
-    """Preemption is remove and add; copies of one grammar do not disturb each other."""
+    """Preemption removes and adds a row. Copies of one grammar are independent."""
     spec = Spec(json={"type": "object", "properties": {"a": {"enum": ["x", "yy"]}}, "required": ["a"]})
     tokens = TOKENIZER.encode('{"a":"yy"').ids
     batch = new_batch()
@@ -151,7 +151,7 @@ def test_the_end_is_forced_and_more_tokens_change_nothing() -> None:
     batch = new_batch()
     batch.add(sequence(0, Spec(choice=("yes",)), min_tokens=4))
     push(batch, 0, TOKENIZER.token_to_id("yes"))
-    for _ in range(5):  # what min_tokens forbids is all that is left; and a step in flight draws behind the end
+    for _ in range(5):  # only EOS is left, although min_tokens forbids it; a step in flight draws after the end
         assert allowed(batch, 0) == [{EOS[0]}]
         push(batch, 0, EOS[0])
 
@@ -188,7 +188,7 @@ def test_a_grammar_too_complex_to_follow_fails_the_row_with_its_reason() -> None
 
 
 class Panic(BaseException):
-    """As llguidance panics: by what is no Exception."""
+    """Like llguidance's panics, which are not Exceptions."""
 
 
 def panic(*_: object) -> Any:
@@ -230,7 +230,7 @@ def test_a_grammar_that_does_not_compile_fails_the_row_alone(monkeypatch: pytest
 
 
 def test_a_prepared_grammar_waits_for_no_other_one() -> None:
-    """New or preempted, while the thread that compiles is taken."""
+    """New and preempted rows start while the compiling thread is busy."""
     made, a = Grammars(EMBEDDED, EOS, VOCAB), TOKENIZER.token_to_id("a")
     batch, over = InputBatch(4, 128, 16, VOCAB, made), threading.Event()
     batch.prepare_grammar(grammar_of(Spec(regex="[ab]+c")))
@@ -279,7 +279,7 @@ def test_which_rows_may_be_drawn_ahead() -> None:
     "spec", [Spec(json={"type": "array", "items": {"enum": ["x", "yy", 3]}, "minItems": 1}), Spec(choice=WORDS)]
 )
 def test_masks_behind_drafts_are_those_of_single_steps(spec: Spec) -> None:
-    """Also where the last draft ends the form, and drawing fewer than were drafted leaves nothing behind."""
+    """Also if the last draft ends the form. Rejected drafts have no effect on later masks."""
     words = '["x",3,"yy"]' if spec.json else "yesterday"
     tokens = TOKENIZER.encode(words).ids
     single, ahead = new_batch(1), new_batch(1)
@@ -315,7 +315,7 @@ def test_what_alone_may_come_is_told() -> None:
 
 
 def walk(batch: InputBatch, wish: list[int]) -> list[int]:
-    """Draw what is wished for where it is allowed, else the least token that is."""
+    """Draw the wished tokens if they are allowed, otherwise the smallest allowed token."""
     drawn = []
     for token in wish:
         (found,) = allowed(batch, 0)
@@ -350,7 +350,7 @@ def test_an_answer_without_thoughts() -> None:
 @pytest.mark.parametrize("budget", [0, 1, 2, 7])
 @pytest.mark.parametrize("cut", [None, 0, 3, 6])
 def test_a_budget_ends_thoughts(begun: bool, budget: int, cut: int | None) -> None:
-    """However often the sequence is preempted, it thinks at most so many tokens, then closes, and is free."""
+    """Also after a preemption, reasoning ends at the budget with the closing tokens, and later tokens are free."""
     thinking = ReasoningTokenIds(3, 4, THINKING.closing_token_ids, begun=begun)
     wish = [*([] if begun else [3]), *[700] * 20]
     batch = new_batch(1)

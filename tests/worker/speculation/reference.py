@@ -1,11 +1,11 @@
-"""What Drafts does, by hand: every occurrence of an n-gram is compared, token by token, and nothing is hashed."""
+"""A direct implementation of Drafts: every occurrence of an n-gram is compared token by token, without hashes."""
 
 from __future__ import annotations
 
 from dataclasses import dataclass, field
 
 LENGTHS = (16, 8, 4, 3, 2, 1)
-# Of ten drafts so many are expected to hold, by the kind of match and its length.
+# The expected number of accepted drafts of ten, by the kind and the length of the match.
 EXPECTED = {
     **{("own", size): most for size, most in zip(LENGTHS, (8, 7.5, 6, 5, 3, 1), strict=True)},
     **{("answer", size): most for size, most in zip(LENGTHS, (8, 7, 5, 3.5, 2, 0.7), strict=True)},
@@ -17,7 +17,7 @@ Kind = tuple[str, int]
 
 
 def votes(texts: list[list[int]], gram: list[int]) -> tuple[int, int] | None:
-    """(text, position) behind the occurrence of ``gram`` that stands for the others, as each in turn has voted."""
+    """(text, position) after the chosen occurrence of ``gram``. The occurrences vote one after the other."""
     chosen, count, size = None, 0, len(gram)
     for number, text in enumerate(texts):
         for at in range(size, len(text)):
@@ -31,7 +31,7 @@ def votes(texts: list[list[int]], gram: list[int]) -> tuple[int, int] | None:
 
 
 def match(texts: list[list[int]], tail: list[int]) -> tuple[int, tuple[int, int]] | None:
-    """The length of the longest match of the end of ``tail``, and (text, position) of what is copied from."""
+    """The longest match of the end of ``tail``: its length, and the (text, position) from which to copy."""
     for size in LENGTHS:
         if len(tail) >= size and (found := votes(texts, tail[-size:])):
             return size, found
@@ -63,7 +63,7 @@ class Reference:
             self.answers.append((self.rows[row].owner, text[max(0, prompt - 16) :]))
 
     def renew(self, number: int, text: list[int]) -> tuple[list[int], float]:
-        """The drafts of a row that has this text now, and the chance of the first."""
+        """The drafts of a row after its text has grown, and the chance of the first draft."""
         row = self.rows[number]
         self._learn(row, text)
         if row.kind is None:

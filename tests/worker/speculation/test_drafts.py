@@ -1,4 +1,4 @@
-"""Drafts against a search by hand, and what they make of what came."""
+"""Drafts, compared with a direct search, and their chances after accepted and rejected tokens."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ ROWS, LENGTH, MOST = 4, 256, 6
 
 
 class Texts:
-    """Rows whose tokens come as told."""
+    """Rows whose tokens the test provides."""
 
     def __init__(self, most: int = MOST, **sizes: Any) -> None:
         sizes = {"index_bits": 14, "ring_bits": 12} | sizes
@@ -28,7 +28,7 @@ class Texts:
         self.batch = InputBatch(ROWS, LENGTH, 16, 60_000)
 
     def add(self, tokens: list[int], owner: int = 0, prompt: int | None = None) -> int:
-        """The row of another sequence."""
+        """Add a sequence. Returns its row."""
         seq_id = 1000 * owner + len(self.batch._row_of)
         while seq_id in self.batch._row_of:
             seq_id += 1
@@ -57,14 +57,14 @@ class Texts:
 
 
 class Text(Texts):
-    """One of them."""
+    """A single row."""
 
     def __init__(self, tokens: list[int]) -> None:
         super().__init__()
         self.row = self.add(tokens)
 
     def next(self, tokens: list[int] | None = None) -> float:
-        """The chance of the drafts when these have come."""
+        """Append tokens. Returns the chance of the new drafts."""
         if tokens:
             self.come(self.row, tokens)
         self.renew(self.row)
@@ -77,7 +77,7 @@ class Text(Texts):
 
 @pytest.mark.parametrize("seed", range(30))
 def test_drafts_are_those_that_a_search_by_hand_finds(seed: int) -> None:
-    """Rows that grow, end and begin anew, of two owners; tokens come as drafted, or others."""
+    """Rows of two owners grow, end and restart. Their tokens follow the drafts or differ."""
     rng = np.random.default_rng(seed)
     texts, reference = Texts(index_bits=18), Reference(MOST)
     vocabulary, rows = int(rng.integers(2, 6)), {}
@@ -137,7 +137,7 @@ print(resident() - before)
 
 
 def test_they_take_no_more_than_50_mb() -> None:
-    """In a process of its own, which has no memory to give out again."""
+    """In a separate process, whose allocator has no free memory to reuse."""
     told = subprocess.run([sys.executable, "-c", _RESIDENT], capture_output=True, text=True, check=True, timeout=300)
     assert 30e6 < int(told.stdout) < 50e6
 
@@ -170,14 +170,14 @@ def test_without_a_repetition_there_is_no_chance() -> None:
 
 
 def test_a_row_goes_on_copying_from_where_it_was_right() -> None:
-    """1 2 was followed by 7 the last time, and by 3 before that: the copy of the older text is kept while it holds."""
+    """After 1 2 comes 7 in the latest text and 3 before it. The row keeps copying the older text while it matches."""
     text = Text([5, 1, 2, 3, 1, 2, 4, 1, 2, 7, 6, 5])
     text.next([1, 2, 3])
     assert text.tokens[:3] == [1, 2, 4]
     text.next([1])
     assert text.tokens[:2] == [2, 4]
     text.next([2])
-    assert text.tokens[0] == 4  # the latest 1 2 says 7, and 3 1 2 the same as the copy
+    assert text.tokens[0] == 4  # the latest 1 2 continues with 7, but 3 1 2 with 4, as the copy does
 
 
 def test_chances_follow_what_came_whether_or_not_it_was_verified() -> None:
@@ -186,7 +186,7 @@ def test_chances_follow_what_came_whether_or_not_it_was_verified() -> None:
     assert wrong.next() == first
     for step in range(5):
         good = right.next(right.tokens[:3])
-        bad = wrong.next([20 + step, 1, 2])  # 1 2 is never followed by what followed it before
+        bad = wrong.next([20 + step, 1, 2])  # what follows 1 2 always changes
     assert good > 0.9
     assert bad < first / 2
 

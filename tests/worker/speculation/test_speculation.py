@@ -1,4 +1,4 @@
-"""The real scheduler and worker with speculation: tokens equal those without it, however right the guesses are."""
+"""The real scheduler and worker with speculation: tokens equal those without it, however many drafts are right."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ EOS = 1
 
 @dataclass
 class Answers:
-    """What was drawn: by (request, index) tokens, finish reasons, logprobs; and the scheduler that it came from."""
+    """Tokens and finish reasons by (request, index), logprobs, and the scheduler."""
 
     tokens: dict[tuple[int, int], list[int]] = field(default_factory=lambda: defaultdict(list))
     finish: dict[tuple[int, int], str | None] = field(default_factory=dict)
@@ -40,16 +40,16 @@ class Answers:
 
 @dataclass(frozen=True)
 class Guesses:
-    """What the same requests drew without speculation, each token spoilt with a certain probability."""
+    """The tokens of the same requests without speculation, each one changed with probability ``spoilt``."""
 
     texts: list[list[int]]
     spoilt: float
     seed: int
-    lapses: float = 0.0  # how many of the steps that are looked at have none
+    lapses: float = 0.0  # the share of steps without drafts
 
 
 class KnownDrafts(Drafts):
-    """Drafts that are Guesses, as many as fit into a step."""
+    """Drafts that come from Guesses, as many as fit into a step."""
 
     def __init__(self, guesses: Guesses, limits: StepLimits) -> None:
         super().__init__(limits.max_num_seqs, MOST, limits.block_size)
@@ -73,7 +73,7 @@ class KnownDrafts(Drafts):
 
 
 class NoCost(StepCost):
-    """Every step takes as long as any other."""
+    """All steps take the same time."""
 
     largest = 1 << 20
 
@@ -91,7 +91,7 @@ def serve(
     cache: dict[str, Any] | None = None,
     **scheduler: Any,
 ) -> Answers:
-    """Serve all requests at once with two steps in flight, with as many of the guesses as may be made, or none."""
+    """Serve all requests at once with two steps in flight, with as many drafts as allowed, or none."""
     config = Config.model_validate(
         {
             "model": str(path),

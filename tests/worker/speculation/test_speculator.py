@@ -1,4 +1,4 @@
-"""NGramSpeculator where steps cost what a formula says: it wins where texts repeat, and loses nothing elsewhere."""
+"""NGramSpeculator with a formula for the time of steps: it gains if texts repeat, and loses nothing otherwise."""
 
 from __future__ import annotations
 
@@ -27,22 +27,22 @@ Cost = Callable[[int], float]
 
 
 def memory_bound(tokens: int) -> float:
-    """Reading weights takes as long as computing 32 tokens."""
+    """Seconds of a step. Reading the weights takes as long as computing 32 tokens."""
     return max(0.020, 0.020 / 32 * tokens)
 
 
 def compute_bound(tokens: int) -> float:
-    """Every token costs as much as the one before."""
+    """Seconds of a step. Every token costs the same."""
     return 0.001 + 0.004 * tokens
 
 
 def uneven(tokens: int) -> float:
-    """A kernel that takes tokens by sixteen, and is slow between."""
+    """Seconds of a step whose kernel computes 16 tokens at a time, and is slow for other counts."""
     return 0.020 + 0.004 * (tokens % 16 > 0) + 0.006 * (tokens // 16)
 
 
 class World:
-    """Sequences whose texts are fixed beforehand; steps take what ``cost`` says."""
+    """Sequences with given texts. Steps take the seconds of ``cost``."""
 
     def __init__(
         self, texts: list[list[int]], prompt: int, speculator: Speculator, cost: Cost, blocks: int = 64
@@ -52,7 +52,7 @@ class World:
         self.speculator = speculator
         self.batch = InputBatch(len(texts), LENGTH, BLOCK, 50_000)
         self.seconds = self.drafted = self.accepted = 0.0
-        self.planned_by = np.zeros(len(texts))  # how long the texts were when the next step was planned: two in flight
+        self.planned_by = np.zeros(len(texts))  # text lengths at the next step's plan: two in flight
         for seq_id, text in enumerate(texts):
             table = list(range(blocks))
             new = NewSequence(seq_id, text[:prompt], prompt, table, SamplingParams(), seed=0, limit=len(text))
@@ -67,9 +67,9 @@ class World:
         return StepBatch(seq_ids, rows, known - 1, np.array(counts, np.int64), ones)
 
     def step(self) -> bool:
-        """Run a step of all sequences that are not known to have ended; False when all have."""
+        """Run a step of all sequences that are not known to have ended. Returns False if there are none."""
         rows = self.batch.rows(list(range(len(self.texts))))
-        live = np.flatnonzero(self.planned_by + 1 < self.batch.limits[rows]).tolist()  # the step in flight draws one
+        live = np.flatnonzero(self.planned_by + 1 < self.batch.limits[rows]).tolist()  # one in flight
         self.planned_by = self.batch.num_tokens[rows].copy()
         step = self.speculator.propose(self.plan([1] * len(live), live), self.batch)
         if not step.seq_ids:
@@ -78,7 +78,7 @@ class World:
         for seq_id, row, drafts in zip(step.seq_ids, step.rows.tolist(), step.drafts.tolist(), strict=True):
             known = int(self.batch.num_tokens[row])
             coming = self.texts[seq_id, known : known + drafts + 1]
-            assert len(coming) == drafts + 1, "a guess behind the limit"
+            assert len(coming) == drafts + 1, "a draft beyond the limit"
             wrong = np.flatnonzero(self.batch.token_ids[row, known : known + drafts] != coming[:drafts])
             drawn = coming[: wrong[0] + 1] if wrong.size else coming
             self.batch.append_tokens(np.full(len(drawn), row), drawn, np.arange(len(drawn)))
@@ -99,19 +99,19 @@ def limits(rows: int) -> StepLimits:
 
 
 def gain(texts: list[list[int]], prompt: int, cost: Cost) -> float:
-    """How much faster the texts come with speculation."""
+    """The speedup by speculation."""
     plain = World(texts, prompt, Speculator(), cost)
     plain.batch.limits[:] = len(texts[0])
     return plain.run() / World(texts, prompt, NGramSpeculator(limits(len(texts)), 15), cost).run()
 
 
 def random_text(rng: np.random.Generator, length: int, vocabulary: int = 30) -> list[int]:
-    """Tokens without memory: what followed before says nothing, though pairs recur all the time."""
+    """Independent random tokens. Pairs repeat often, but do not predict the next token."""
     return rng.integers(0, vocabulary, length).tolist()  # type: ignore[no-any-return]
 
 
 def copied(rng: np.random.Generator, prompt: int, answer: int) -> list[int]:
-    """A prompt, and an answer that copies it in pieces of 20 to 60 tokens."""
+    """A prompt, and an answer that copies pieces of 20 to 60 tokens from it."""
     text = rng.integers(0, 5000, prompt).tolist()
     while len(text) < prompt + answer:
         start = int(rng.integers(0, prompt - 60))
@@ -224,7 +224,7 @@ def test_without_a_compiler_speculation_is_refused(monkeypatch: pytest.MonkeyPat
 
 @pytest.mark.parametrize("seed", range(5))
 def test_disturbed_steps_do_not_end_it(seed: int) -> None:
-    """One step in eight takes up to twenty times as long, the first of all among them."""
+    """One step in eight takes up to twenty times as long."""
     rng, luck = np.random.default_rng(seed), np.random.default_rng(seed)
 
     def disturbed(tokens: int) -> float:
