@@ -121,7 +121,7 @@ class Chaos:
             again = await self._undisturbed(question)
             assert again == right, f"{question.name} has two answers on an undisturbed server"
         self._ends_at = time.monotonic() + 60 * self._options.minutes
-        # in production clients run on other machines; here they would wait for the engines
+        # In production, clients run on other machines. Here they would wait for the engines.
         with suppress(PermissionError):
             os.setpriority(os.PRIO_PROCESS, 0, NICENESS)
         watch = asyncio.create_task(self._watch_itself())
@@ -165,7 +165,7 @@ class Chaos:
             sort = "death" if number == signal.SIGKILL else "stop"
             what = f"{signal.Signals(number).name} {name.rpartition(':')[2]}"
             fault = Fault(time.monotonic(), sort, what, *_roles(pid, cluster))
-            with suppress(ProcessLookupError):  # it ended by itself because its engine died just before
+            with suppress(ProcessLookupError):  # it ended by itself because its engine had just died
                 os.kill(pid, number)
                 self.faults.append(fault)
 

@@ -1,12 +1,12 @@
-"""Draw raw rows: a panel for each metric, or for its ratios alone where a file has ratios, and a bar for each case.
+"""Draw raw rows: a panel for each metric (only the ratios, if a file has some), and a bar for each case.
 
     python -m benchmarks.plot                                              # the pictures in benchmarks/results
     python -m benchmarks.plot benchmarks/results/*.jsonl --to pictures     # all questions
 
-Where a case has several values of one metric, the bar ends at their median, and a line spans the least and the largest.
+If a case has several values of one metric, the bar ends at their median, and a line spans the least and the largest.
 Bars of ratios begin at 1, on a logarithmic axis. Questions of ``BY_CLIENTS`` are drawn as groups of bars, a group for
-each number of clients and a bar for each engine, and printed as a Markdown table of medians. Of ``BY_KERNEL`` a bar is
-a decoding step, cut into the parts that its kernels are.
+each number of clients and a bar for each engine, and printed as a Markdown table of medians. For ``BY_KERNEL``, a bar
+is a decoding step, divided into the times of its kernels.
 """
 
 from __future__ import annotations
@@ -28,8 +28,8 @@ BY_CLIENTS = {  # question -> metrics that are drawn, with the titles of their p
         "TTFT p50": "Time to first token, ms (less is better)",
     }
 }
-BY_KERNEL = ("gpu",)  # questions of which only the kernels of decoding steps are drawn, a stacked bar for each case
-_PARTS = {  # the first letters of kernels -> the part of a step that they are
+BY_KERNEL = ("gpu",)  # questions of which only the kernels of decoding steps are drawn, as stacked bars for each case
+_PARTS = {  # the first letters of kernels -> the part of a step that contains them
     ("nvjet", "cublasLt", "multiply_row"): "products",
     ("_fwd_kernel_splitK", "_splitK_reduce", "attend", "merge"): "attention",
     ("add_rms_norm", "silu_and_mul", "rotate_and_write"): "norms, activation, rotation",
@@ -137,7 +137,7 @@ def by_kernel(rows: Sequence[Row]) -> dict[str, dict[str, float]]:
 
 
 def draw_by_kernel(rows: Sequence[Row], path: Path) -> None:
-    """Draw a bar for each case, cut into the parts of the step."""
+    """Draw a bar for each case, divided into the parts of the step."""
     cases = by_kernel(rows)
     with picture(
         path,
