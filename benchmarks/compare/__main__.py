@@ -1,18 +1,18 @@
-"""RayLM beside any installed peers on one machine, in one run: ratios, share of the machine's limit, a step's parts.
+"""Compare RayLM with any installed peers on one machine: ratios, shares of the machine's limits, parts of a step.
 
     python -m benchmarks.compare --model CHECKPOINT \\
         --vllm-python ENV/bin/python --llama-server BUILD/bin/llama-server --gguf BF16.gguf Q8_0.gguf \\
         --openvino-python ENV/bin/python --openvino-model FP16_DIR INT8_DIR --ray-serve-llm-python ENV/bin/python \\
         [--quick]
 
-A peer is whose options are given; none means RayLM alone. Offline loads W1, W2, W4, W5 (see workloads.py), then
-streamed serving over HTTP (RayLM in its default topology). A peer and RayLM are up beside each other and take turns,
-round by round, one working while the other waits; a ratio is RayLM's figure by the peer's of the same round, its
-spread the lowest and highest round. The machine's limit is measured before each offline round (with --quick once).
---loads chat serves streamed chats in place of completions; --rows appends each sample to a file as it is measured.
-Figures marked * were taken while other processes used more than 0.4 cores.
---quick: one round, fewer clients, the first of several checkpoints of a peer, ended within 10 minutes.
-The last line is one JSON object with the ratios. Logs, all samples, raw rows and the picture lie in --out.
+Each peer needs its options. Without any, RayLM runs alone. First come the offline loads W1, W2, W4, W5 (see
+workloads.py), then streamed serving over HTTP (RayLM in its default topology). A peer and RayLM are loaded at the same
+time and take turns, round by round: one works while the other waits. A ratio is RayLM's figure divided by the peer's
+figure of the same round; its spread is the lowest and the highest round. The machine's limit is measured before each
+offline round (with --quick once). --loads chat serves streamed chats instead of completions. --rows appends each sample
+to a file immediately. Figures marked * were measured while other processes used more than 0.4 cores.
+--quick: one round, fewer clients, the first of several checkpoints of a peer, at most 10 minutes.
+The last line is one JSON object with the ratios. Logs, all samples, raw rows and the picture are in --out.
 """
 
 from __future__ import annotations
@@ -116,7 +116,7 @@ class Comparison:
     # ---------------------------------------------------------------- offline
 
     def offline(self) -> None:
-        """Every offline workload, with each peer in turn; then RayLM's own rate at the sizes it will serve."""
+        """Run every offline workload with each peer in turn. Then measure RayLM's own rate at the serving sizes."""
         wanted = [name for name in OFFLINE if name in self.args.loads]
         if not wanted and "HTTP" not in self.args.loads:
             return
@@ -159,7 +159,7 @@ class Comparison:
     # ---------------------------------------------------------------- serving
 
     def serving(self) -> None:
-        """Streams over HTTP, RayLM beside each peer that has a server."""
+        """Streams over HTTP: RayLM and each peer with a server, in turn."""
         if not set(SERVED) & set(self.args.loads):
             return
         with ExitStack() as stack:
@@ -261,7 +261,7 @@ def machine_limits(threads: int) -> Limits:
 
 
 def time_steps(args: argparse.Namespace, model: Path) -> list[StepTimes]:
-    """Where the time of a decode step goes, measured in a separate Ray instance."""
+    """Measure the parts of a decode step, in a separate Ray instance."""
     words = [sys.executable, "-m", "benchmarks.compare.steps", "--model", str(model)]
     words += ["--batch", *map(str, STEP_BATCHES), "--options", json.dumps(raylm_options(args))]
     environment = os.environ | {"OMP_WAIT_POLICY": "PASSIVE"}

@@ -1,9 +1,9 @@
-"""What this machine and a checkpoint allow at best: measured read bandwidth and GEMM peak, and bounds made of them.
+"""The best possible figures of this machine and a checkpoint, from the measured read bandwidth and GEMM peak.
 
     python -m benchmarks.compare.limits [THREADS]     measures, prints one JSON object
 
-A bound counts only what cannot be left out: each step reads every weight of the matrices once and the keys and values
-of its sequences, each token costs two operations a weight and its attention; a step takes the longer of the two.
+A bound counts only necessary work. Each step reads every weight of the matrices once, and the keys and values of its
+sequences. Each token costs two operations per weight, and its attention. A step takes the longer of the two times.
 """
 
 from __future__ import annotations

@@ -144,7 +144,7 @@ def share_of_limit(value: float, bound: float, more_is_better: bool) -> float:
 
 
 def table(found: Sequence[Row]) -> list[str]:
-    """Lines of a Markdown table; a ratio's spread is its lowest and highest round."""
+    """Lines of a Markdown table. The spread of a ratio is its lowest and highest round."""
     lines = [
         "| load | figure | peer | RayLM | peer's | RayLM / peer (low to high) | RayLM's share of the limit |",
         "|---|---|---|---|---|---|---|",

@@ -1,13 +1,13 @@
-"""Where the time of RayLM's decode steps goes: wall, worker, scheduler and messages, with the worker in its own actor.
+"""The parts of RayLM's decode steps: wall, worker, scheduler and messages, with the worker in its own actor.
 
     python -m benchmarks.compare.steps --model PATH [--batch 1 8 32] [--options '{"dtype": "bfloat16"}']
 
-Prints one JSON object a batch, with the cores that other processes used meanwhile. An EngineCore runs in an actor of
-its own as it does when serving, over RayExecutor, with ``batch`` sequences that decode; a client takes its outputs.
-``wall`` is from one result to the next, ``step`` and ``forward`` are the worker's own times, ``scheduler`` is schedule
-and update, ``messages`` is handing plans over and taking results and outputs: the CPU time of the EngineCore's process
-that is not the scheduler's. ``profile`` says where the worker's time goes: linear layers, attention and the rest of the
-forward pass as far as the kernels tell, and drawing tokens.
+Prints one JSON object per batch, with the cores that other processes used meanwhile. As in serving, an EngineCore runs
+in a separate actor, over RayExecutor. It decodes ``batch`` sequences, and a client takes the outputs. ``wall`` is the
+time from one result to the next. ``step`` and ``forward`` are the worker's own times. ``scheduler`` is the time of
+schedule and update. ``messages`` is the rest of the EngineCore's CPU time: sending plans, and receiving results and
+outputs. ``profile`` has the parts of the worker's time: linear layers, attention, the rest of the forward pass as far
+as the kernels measure it, and drawing tokens.
 """
 
 from __future__ import annotations

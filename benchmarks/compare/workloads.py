@@ -5,8 +5,8 @@
     W4  32 requests that share a prefix of 512 tokens (computed by a request before them), 32 own in, 32 out
     W5  one prompt of 2,048 tokens: milliseconds until its first token
 
-and ``waves``, what serving is compared with: as many prompts at once as clients, 128 in / 64 out. Over HTTP:
-``ClosedLoop``, streamed completions or chats of the same lengths from so many clients.
+``waves`` is the offline rate to compare serving with: as many prompts at once as clients, 128 in / 64 out. Over HTTP,
+``ClosedLoop`` sends streamed completions or chats of the same lengths from the given number of clients.
 """
 
 from __future__ import annotations
