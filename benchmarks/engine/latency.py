@@ -1,11 +1,11 @@
-"""Milliseconds offline for one batch at a time: until the first tokens, and per token after them.
+"""Milliseconds of offline batches: until the first tokens, and per further token.
 
     python -m benchmarks.engine.latency --batch 1 8 32
     python -m benchmarks.engine.latency --model /path/to/checkpoint --out latency.jsonl
 
-Every prompt has --prompt-tokens random tokens, every answer exactly --max-tokens (EOS ignored), greedy. The first
-token is that of a run that asks for one; "per token" is what each further token adds to it. Medians of --repeats runs;
-p99 is of the whole run of a batch. The time includes the front end.
+Every prompt has --prompt-tokens random tokens, and every answer exactly --max-tokens (EOS ignored), greedy. "first
+token" is the time of a run with one token per answer. "per token" is the additional time of each further token. Figures
+are medians of --repeats runs; p99 is that of a whole run. The time includes the front end.
 """
 
 from __future__ import annotations

@@ -1,8 +1,8 @@
-"""Throughput of a batch whose sequences use LoRA adapters, against the same batch without them, in one run.
+"""Throughput of a batch with LoRA adapters, compared with the same batch without them, in one run.
 
     python -m benchmarks.engine.lora embedded --rank 16 --adapters 4 --batch 8
 
-The adapters change all seven linear modules of every layer. Base and adapters take turns; printed are the medians.
+The adapters change all seven linear modules of every layer. Base and adapters alternate. Figures are medians.
 """
 
 from __future__ import annotations

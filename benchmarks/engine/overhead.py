@@ -1,10 +1,10 @@
-"""What a step costs beyond the worker's own time, by executor: the wall time of a step less the worker's.
+"""The overhead of a step by executor: the wall time of a step minus the worker's own time.
 
     python -m benchmarks.engine.overhead [--steps 300] [--batch 8] [--forward-ms 25]
 
-An EngineCore runs in an actor of its own, as it does when serving, with a full batch of sequences that decode. The
-worker is either a fake whose forward takes a fixed time, or the embedded model. With two steps in flight the worker
-has its next step before it has finished the last, so only what cannot be hidden is left.
+As in serving, an EngineCore runs in a separate actor, with a full batch of decoding sequences. The worker is either a
+fake whose forward pass takes a fixed time, or the embedded model. With two steps in flight, the worker has its next
+step before it has finished the current one. So the overhead is only the work that cannot overlap with the worker.
 """
 
 from __future__ import annotations

@@ -1,14 +1,14 @@
-"""What speculation is worth for a coding agent's conversations, and what it costs where nothing repeats; offline.
+"""The gain of speculation for a coding agent's conversations, and its cost where no text repeats; offline.
 
     python -m benchmarks.engine.replay [--inner 24576] [--guesses 16] [--conversations 8] [--streams 1 8 64]
         [--repeats 3] [--threads N] [--loads agents random]
 
-The model is the embedded one with its MLPs widened to --inner by channels without effect. It computes every step in
-full, and then the recorded answer's token is drawn in place of its own: answers do not depend on the model, and drafts
-are right exactly where they are the recorded text. Agents: the turns of benchmarks/engine/agents.py, --streams
-conversations side by side. Random: answers of tokens drawn evenly. Both settings answer in turns; printed are tokens
-per second of both, the median ratio with the lowest and highest of a round, and what guessing takes for each token of
-an answer: finding, choosing and keeping drafts, the steps themselves apart.
+The model is the embedded one, with its MLPs widened to --inner by channels without effect. It computes every step in
+full, but then the recorded answer's token replaces its own. So answers do not depend on the model, and drafts are right
+exactly where they equal the recorded text. The load "agents" has the turns of benchmarks/engine/agents.py, with
+--streams parallel conversations. The load "random" has answers of uniformly random tokens. Both settings answer in
+turns. Figures are tokens per second of both, the median ratio with the lowest and highest of a round, and the time of
+speculation per token of an answer: to find, choose and keep drafts, without the steps themselves.
 """
 
 from __future__ import annotations

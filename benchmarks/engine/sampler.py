@@ -1,10 +1,10 @@
-"""Milliseconds per step of the sampler, beside plain torch (full sort, multinomial, dense penalties).
+"""Milliseconds per step of the sampler, and of plain torch (full sort, multinomial, dense penalties).
 
     python -m benchmarks.engine.sampler                      # 151,936 and 32,000 tokens, batches 1, 8, 32, 128
     python -m benchmarks.engine.sampler --flat               # logits of a random model: nuclei of 100,000 tokens
 
-Logits resemble a language model's: normal noise with some fifty likely tokens above it. The best of --repeats, which
-other work on the machine disturbs least.
+Logits resemble a language model's: normal noise with some fifty likely tokens above it. The figure is the best of
+--repeats, which is the least disturbed by other processes.
 """
 
 from __future__ import annotations

@@ -1,15 +1,16 @@
-"""Steps per second of the pure engine core: schedule() and update() with every sequence decoding, no model behind it.
+"""Steps per second of the engine core alone: schedule() and update() with decoding sequences, without a model.
 
     python -m benchmarks.engine.scheduler --sequences 256 --blocks 100000 --profile
 
-Prompts are computed first; then each measured step gives every sequence one token. Sequences that end are replaced,
-so that a small share of the steps also admits. The figure is the best of ``--repeats`` runs of ``--steps`` steps, as
-other load on the machine can only lower it.
+Prompts are computed first. Then each measured step gives every sequence one token. Sequences that end are replaced, so
+a small share of the steps also admits sequences. The figure is the best of ``--repeats`` runs of ``--steps`` steps,
+because other load on the machine can only lower it.
 
     python -m benchmarks.engine.scheduler --waiting 100 10000 1000000 --prompt 64
 
-With that many requests waiting behind those that run: CPU time of a step, and of adding a request (the mean of each 500
-of the last 10,000, the collector's share included), for all numbers in turns. A million needs some 3 GB.
+With ``--waiting``, that many requests wait behind the running ones. Figures are the CPU time of a step, and of adding a
+request (the mean of each 500 of the last 10,000, including garbage collection), with all numbers in turn. A million
+waiting requests need some 3 GB.
 """
 
 from __future__ import annotations
@@ -116,7 +117,7 @@ def queues(args: argparse.Namespace) -> None:
     adds = {waiting: bench.fill(waiting + args.sequences) for waiting, bench in benches.items()}
     steps: dict[int, list[float]] = {waiting: [] for waiting in benches}
     for bench in benches.values():
-        for _ in range(50):  # prompts
+        for _ in range(50):  # compute the prompts
             bench.step()
     for _ in range(args.repeats):
         for waiting, bench in benches.items():
@@ -169,7 +170,7 @@ def main() -> None:
         queues(args)
         return
     bench = Bench(args)
-    for _ in range(50):  # prompts
+    for _ in range(50):  # compute the prompts
         bench.step()
     gc.collect()
     rates = [bench.measure() for _ in range(args.repeats)]

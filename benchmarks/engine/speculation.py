@@ -1,12 +1,12 @@
-"""What speculation is worth where an answer copies its prompt, and where it does not; offline, one sequence at once.
+"""The gain of speculation where an answer copies its prompt, and its cost elsewhere; offline, one sequence at a time.
 
     python -m benchmarks.engine.speculation [--inner 24576] [--guesses 8] [--prompts 12] [--repeats 3] [--threads N]
 
-The model is the embedded one, which can copy, with its MLPs widened by random channels that nothing reads: the same
-answers at the cost of a model of --inner. Both settings answer the same prompts in turns. Copying: greedy answers to
-held-out prompts of the copying skill, their tokens compared. Elsewhere: arithmetic and definitions, greedy, and
-remarks at temperature 1. Prints tokens per second of both, the median ratio with the lowest and highest of a round,
-and how many answers were equal.
+The model is the embedded one, which can copy. Its MLPs are widened by random channels without effect, so it gives the
+same answers at the cost of a model of size --inner. Both settings answer the same prompts in turns. "copying": greedy
+answers to held-out prompts of the copying skill. The others: arithmetic and definitions, greedy, and answers at
+temperature 1. Prints tokens per second of both, the median ratio with the lowest and highest of a round, and the number
+of equal answers.
 """
 
 from __future__ import annotations

@@ -1,12 +1,13 @@
-"""What a second stage gains: tokens per second of one worker with one core, and of two stages with a core each.
+"""The gain of a second stage: tokens per second of one worker on one core, and of two stages with one core each.
 
     python -m benchmarks.engine.stages [--shape qwen3-0.6b] [--batch 16] [--tokens 40] [--turns 5]
 
 Both engines are loaded at the same time and decode in turns, so that other processes slow down both. Each worker is
-pinned to a core of its own; one worker has the first core. Prompts of 8 tokens are not measured. Weights are random.
+pinned to a separate core; the single worker has the first core. Prompts of 8 tokens are not measured. Weights are
+random.
 
-"work" is the CPU time of the one worker over that of the stage with most: the ratio of stages that were
-never without a step. Unlike the other figures, it hardly depends on other processes.
+"work" is the CPU time of the single worker divided by that of the busiest stage: the ratio if stages always had a step.
+Unlike the other figures, it hardly depends on other processes.
 """
 
 from __future__ import annotations
@@ -105,7 +106,7 @@ def start(path: Path, stages: int, batch: int) -> tuple[ActorHandle, list[ActorH
 
 
 def decode(bench: ActorHandle, workers: list[ActorHandle], args: argparse.Namespace) -> tuple[float, float]:
-    """(tokens per second, CPU seconds of the worker with most)."""
+    """(tokens per second, CPU seconds of the busiest worker)."""
     before = ray.get([worker.cpu_s.remote() for worker in workers])
     rate: float = ray.get(bench.decode.remote(args.batch, args.tokens))
     after = ray.get([worker.cpu_s.remote() for worker in workers])

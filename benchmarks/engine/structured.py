@@ -1,11 +1,12 @@
-"""Whether answers have the form that was asked for: random schemas, expressions, choices and tools, at temperature 1.
+"""Validity of structured outputs: random schemas, expressions, choices and tools, at temperature 1.
 
     python -m benchmarks.engine.structured                      # 500 of each kind, the embedded model in this process
     python -m benchmarks.engine.structured --free --count 50    # the same prompts without the forms: must fail
     python -m benchmarks.engine.structured --base-url http://localhost:8000/v1 --model my-model
 
-Every JSON answer and every call's arguments are parsed and validated by jsonschema, expressions by Python's re. It
-exits with 1 if one answer is wrong. Answers that max_tokens cut off are counted apart: no form can end them in time.
+Every JSON answer and the arguments of every call are parsed and validated by jsonschema, expressions by Python's re.
+The exit status is 1 if one answer is wrong. Answers that max_tokens cuts off are counted separately, because no
+structured output can make them end in time.
 """
 
 from __future__ import annotations

@@ -1,9 +1,9 @@
-"""What grammars cost a step: µs a row for the mask and its application, and a sampler's step with and without them.
+"""The cost of grammars: µs per row for the mask and its application, and a sampler's step with and without grammars.
 
     python -m benchmarks.engine.structured_cost                             # the embedded model's vocabulary
     python -m benchmarks.engine.structured_cost --checkpoint my-model       # any checkpoint's
 
-A row walks through a JSON answer of nested objects, strings, numbers and lists; medians over its tokens.
+A row walks through a JSON answer of nested objects, strings, numbers and lists. Figures are medians over its tokens.
 """
 
 from __future__ import annotations

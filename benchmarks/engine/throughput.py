@@ -1,10 +1,10 @@
-"""Tokens per second offline: all prompts handed over at once, for one or more sizes of the running batch.
+"""Tokens per second offline, with all prompts at once, for one or more limits of running sequences.
 
     python -m benchmarks.engine.throughput --prompts 256 --max-num-seqs 8 32 64
     python -m benchmarks.engine.throughput --model /path/to/checkpoint --out throughput.jsonl
 
-Every prompt has --prompt-tokens random tokens, every answer exactly --max-tokens (EOS ignored), greedy. The figure is
-the median of --repeats runs, with the slowest and the fastest beside it; the time includes the front end.
+Every prompt has --prompt-tokens random tokens, and every answer exactly --max-tokens (EOS ignored), greedy. The figure
+is the median of --repeats runs, with the slowest and the fastest. The time includes the front end.
 """
 
 from __future__ import annotations
