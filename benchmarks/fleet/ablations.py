@@ -1,4 +1,4 @@
-"""Each term of the Router and of the fair queue, taken out alone, for ``python -m benchmarks.fleet.board --ablate``."""
+"""Removes single terms of the Router or of the fair queue, for ``python -m benchmarks.fleet.board --ablate``."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from raylm.frontend.engines import others_load, rendezvous, routed_engine, route
 
 Queue = Callable[[Forecast], WaitingQueue]
 Change = tuple[Any, str, Any]
-"""An owner, a name of it, and what stands there without the term."""
+"""An object, the name of an attribute, and the value that removes the term."""
 
 
 _ROUTER: dict[str, list[Change]] = {
@@ -46,12 +46,12 @@ _QUEUE: dict[str, list[Change]] = {
 }
 _FIRST_COME = "first come, first served"
 ABLATIONS = {"router": [f"no {name}" for name in _ROUTER], "queue": [f"no {name}" for name in _QUEUE] + [_FIRST_COME]}
-"""Names of what is taken out, of the Router and of the fair queue."""
+"""The names of the ablations of the Router and of the fair queue."""
 
 
 @contextmanager
 def without(name: str) -> Iterator[Queue | None]:
-    """Take out one term for a while. Gives the queue that replaces the fair queue, if any."""
+    """Remove one term during the block. Yields the queue that replaces the fair queue, if any."""
     if name == _FIRST_COME:
         yield lambda forecast: WaitingQueue()
         return

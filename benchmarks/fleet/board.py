@@ -1,4 +1,4 @@
-"""RayLM's Router beside the policies of other projects, on recorded production traces, in `raylm simulate`.
+"""Compare RayLM's Router with the policies of other projects, on recorded production traces, in `raylm simulate`.
 
     raylm trace mooncake conversation_trace.jsonl --to traces/mooncake.jsonl
     raylm trace agents trace_*.json --longest 200000 --to traces/agents.jsonl
@@ -8,16 +8,16 @@
     python -m benchmarks.fleet.board traces/*.jsonl --out board.jsonl
 
 A cell is a trace, costs, engines, ingresses, a load, a part of the trace and a policy. Its rows are appended to
-``--out`` when it ends, and a later run leaves out the cells that the file has. A trace's speed is chosen so that it
-asks for ``--loads`` percent of the capacity, which is measured: all requests come at once, and those of a session one
-after the other, to four engines with RayLM's Router, and the requests a second are counted between the first 10 % and
-80 % of the ends. Sessions begin faster than recorded, and their times to think are as recorded. A part has
-``--requests`` requests for each engine; part 1 is the trace's beginning, and the next one begins where it ends. Of a
-session of agents the first 20 turns are used. An ingress knows its own requests at once, and blocks and the requests
-of others as they were 0.1 s ago. ``--ablate router`` and ``--ablate queue`` take RayLM alone, and without each term
-of the Router or of the fair queue; ``--policies "no risk"`` takes out one.
+``--out`` when it ends, and a later run skips the cells in the file. The speed of a trace is chosen so that it requests
+``--loads`` percent of the capacity. The capacity is measured with four engines and RayLM's Router: all requests arrive
+at once, those of a session one after the other, and the requests per second are counted between the first 10 % and 80 %
+of the ends. Sessions begin faster than recorded, but think as long as recorded. A part has ``--requests`` requests for
+each engine. Part 1 is the beginning of the trace, and each next part begins where the last one ends. Only the first 20
+turns of an agent's session are used. An ingress knows its own requests at once, and blocks and other ingresses'
+requests as they were 0.1 s ago. ``--ablate router`` and ``--ablate queue`` run RayLM alone, and without each term of
+the Router or of the fair queue. ``--policies "no risk"`` removes one term.
 
-Costs: ``gpu`` approximates an 8B model on a GPU, ``cpu`` is fitted to the steps of a 0.6B model on two cores in
+Costs: ``gpu`` approximates an 8B model on a GPU. ``cpu`` is fitted to the steps of a 0.6B model on two cores in
 benchmarks/results/forward.jsonl. A request is good within 2 s to the first token and 100 ms between tokens (gpu), or
 30 s and 500 ms (cpu). Fairness is Jain's index of the shares of good requests of all keys with 10 requests or more.
 """
@@ -119,12 +119,12 @@ def chosen(lines: list[TraceLine], cell: Cell) -> list[TraceLine]:
 
 
 def faster(lines: list[TraceLine], speed: float) -> list[TraceLine]:
-    """Requests and sessions come faster. Within a session the times to think are as recorded."""
+    """Requests and sessions arrive faster. The think times within sessions are unchanged."""
     return [line.model_copy(update={"arrival": line.arrival / speed}) for line in lines]
 
 
 def rate(lines: list[TraceLine]) -> float:
-    """Requests for each second in which requests without a session, or sessions, begin."""
+    """Requests per second of the time in which sessions, and requests without a session, begin."""
     begins: dict[str, float] = {}
     for line in lines:
         begins.setdefault(line.session or str(line.arrival), line.arrival)
@@ -138,7 +138,7 @@ def run(cell: Cell, lines: list[TraceLine], speed: float) -> Outcome:
 
 
 def capacity(cell: Cell, lines: list[TraceLine]) -> float:
-    """Requests a second of one engine, if no session takes time to think."""
+    """Requests per second of one engine, without think times."""
     eager = [line.model_copy(update={"think_s": 0.0}) for line in lines]
     ends = sorted(one.last_s for one in run(cell, eager, 1e9).served)
     first, last = ends[len(ends) // 10], ends[len(ends) * 8 // 10]

@@ -1,4 +1,4 @@
-"""Pictures and a table of the rows that ``python -m benchmarks.fleet.board`` wrote, one picture for each question.
+"""Pictures and a table of the rows of ``python -m benchmarks.fleet.board``, one picture for each question.
 
     python -m benchmarks.fleet.board_pictures benchmarks/results/board.jsonl --to docs/pictures
 
@@ -6,8 +6,8 @@
 - board_goodput.svg: the share of good requests and the hit rate of each policy on each trace.
 - board_terms.svg: mean and p99 of TTFT without each term of RayLM's Router and fair queue, relative to those with it.
 
-The pictures have the cells of 4 engines and 4 ingresses, at 80 % of the capacity; those of the terms also other loads.
-The table has RayLM's ratio to the best of the others in every cell. Figures are means over the parts of a trace.
+The pictures show the cells with 4 engines and 4 ingresses at 80 % of the capacity; board_terms.svg also shows other
+loads. The table has RayLM's ratio to the best of the others in every cell. Figures are means over the parts of a trace.
 """
 
 from __future__ import annotations

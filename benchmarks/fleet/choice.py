@@ -1,10 +1,10 @@
-"""What an ingress spends on its engines: the time to choose one, to hash a prompt, and to read a report; and memory.
+"""The cost of engines in an ingress: the time to choose one, hash a prompt and read a report, and memory.
 
     python -m benchmarks.fleet.choice --engines 8 64 1024 10000 --tokens 8192
 
-Other ingresses have requests on each engine. Each engine has a part of the prompt in its cache, each of another length,
-or with ``--same`` all the same part, and ``--blocks`` other blocks. A report has the load and ``--changed`` new blocks
-in place of old ones. Times are the least of several rounds, because other processes share the machine.
+Other ingresses have requests on each engine. Each engine has a part of the prompt in its cache, each of another length
+(with ``--same`` all the same part), and ``--blocks`` other blocks. A report has the load, and ``--changed`` new blocks
+that replace old ones. Times are the least of several rounds, because other processes share the machine.
 """
 
 from __future__ import annotations

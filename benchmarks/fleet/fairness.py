@@ -135,7 +135,7 @@ def _share(served: list[Served], begin: float, end: float) -> float:
 
 
 def charged(one: Served, begin: float, end: float) -> float:
-    """The charge for the part of a request between ``begin`` and ``end``, as if its answer came evenly."""
+    """The charge for the part of a request between ``begin`` and ``end``, as if its tokens came at equal intervals."""
     prompt = one.prompt_tokens - one.cached_tokens if begin <= one.first_s <= end else 0
     within = max(0.0, min(end, one.last_s) - max(begin, one.first_s)) / max(1e-9, one.last_s - one.first_s)
     return PROMPT_WEIGHT * prompt + DRAWN_WEIGHT * one.output_tokens * within

@@ -2,10 +2,10 @@
 
     python -m benchmarks.fleet.flooding servegen.jsonl
 
-Four engines with the costs of an 8B model on a GPU and four ingresses, as on the board. The trace asks for ``--load``
-percent of the capacity, in its first parts. A key sends requests like those of the trace, at twice the capacity, all
-the time. TTFT is of all keys but that one and the trace's largest. Rows: without the flood, with it, and with it and
-without one term of the fair queue, for engines of ``--places`` sequences.
+Four engines have the costs of an 8B model on a GPU, with four ingresses, as on the board. The first parts of the trace
+request ``--load`` percent of the capacity. A further key sends requests like those of the trace, at twice the capacity,
+all the time. TTFT is over all keys except that one and the trace's largest. Rows: without the flood, with it, and with
+it and without one term of the fair queue, for engines of ``--places`` sequences.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ SEED = 7
 
 
 def flooded(lines: list[TraceLine], per_s: float) -> list[TraceLine]:
-    """The lines and as many requests a second of one more key, whose lengths are drawn from the lines."""
+    """The lines plus the requests of a further key at the given rate. Their lengths are drawn from the lines."""
     rng, at, more = random.Random(SEED), lines[0].arrival, []
     while at < lines[-1].arrival:
         at += rng.expovariate(per_s)

@@ -1,11 +1,11 @@
-"""RayLM's Router beside other policies, in `raylm simulate`: TTFT of five loads.
+"""RayLM's Router and other policies, in `raylm simulate`: TTFT of five loads.
 
     python -m benchmarks.fleet.routing --ingresses 1 2 4 --stale 0.02 2 --seeds 3 --first-seed 1001
 
-A step takes 6 ms, 0.06 ms for each token and for each sequence in it; a prefix cache holds 4,000 blocks of 64 tokens.
-An ingress knows its own requests at once, and blocks and the requests of others as they were ``--stale`` seconds ago.
-Orderings count, not milliseconds. ``--slow 3`` makes the first engine three times as slow. Last comes a table of
-RayLM's figures over those of the best policy, and over its own with one ingress and the freshest knowledge.
+A step takes 6 ms, and 0.06 ms more for each token and each sequence. A prefix cache holds 4,000 blocks of 64 tokens. An
+ingress knows its own requests at once, and blocks and other ingresses' requests as they were ``--stale`` seconds ago.
+The order of policies counts, not the milliseconds. ``--slow 3`` makes the first engine three times as slow. At the end
+comes a table of RayLM's figures relative to the best policy, and to RayLM with one ingress and the freshest reports.
 """
 
 from __future__ import annotations

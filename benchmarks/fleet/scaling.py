@@ -1,13 +1,13 @@
-"""Engines that start and end with the load of a recorded trace, in `raylm simulate`.
+"""Autoscaling of engines by the load of a recorded trace, in `raylm simulate`.
 
     raylm trace azure AzureLLMInferenceTrace_code.csv --to azure_code.jsonl
     python -m benchmarks.fleet.scaling azure_code.jsonl azure_chat.jsonl --seconds 1200
 
-The first ``--seconds`` of each trace, slower or faster by ``--speed``, for 1 to 8 engines with the costs of an 8B model
-on a GPU, which are ready 10, 60 or 300 s after the decision to start them, and two ingresses. Policies: RayLM's, by
-the queue and the places, with a target of 2 s; Serve's, by the requests of an engine, of which ``--ongoing`` are the
-target; and a fixed number of engines. Engines are ended after 300 s. ``engines`` is the mean number of engines that
-are held, also while they start. A request is good within 2 s to the first token and 100 ms between tokens.
+The load is the first ``--seconds`` of each trace, slower or faster by ``--speed``. There are two ingresses and 1 to 8
+engines with the costs of an 8B model on a GPU. An engine is ready 10, 60 or 300 s after the decision to start it, and a
+surplus engine ends after 300 s. The policies are RayLM's, by the queue and the places, with a target of 2 s; Serve's,
+by the requests of an engine, with ``--ongoing`` as the target; and fixed numbers of engines. ``engines`` is the mean
+number of engines, including starting ones. A request is good within 2 s to the first token and 100 ms between tokens.
 """
 
 from __future__ import annotations
