@@ -1,27 +1,28 @@
-"""What the worker makes of a GPU, in one command: decoding, prompts, and other engines on the same weights.
+"""The worker on a GPU, in one command: decoding, prompts, and other engines on the same weights.
 
     python -m benchmarks.gpu --out results                           # on a GPU: all of it, some ten minutes
     python -m benchmarks.gpu --out results --phases decode prefill --shape llama-3.1-8b
     python -m benchmarks.gpu --device cpu --shape tiny --batch 1 2 --context 64 --prefill 64   # does it run?
 
-Needs torch, transformers and what `pip install 'raylm[gpu]'` brings; no ray, no network: the weights are random. Every
-time is of --steps whole steps of the worker, from a plan to drawn tokens; of decoding two are under way at a time.
-Rows are printed as they come, and with --out kept in DIR/gpu.jsonl, to which further runs add theirs.
+Needs torch, transformers and the packages of `pip install 'raylm[gpu]'`. It needs neither ray nor a network, because
+the weights are random. Every time is that of --steps whole steps of the worker, from a plan to drawn tokens. While
+decoding, two steps are in flight. Rows are printed immediately. With --out they are also appended to DIR/gpu.jsonl.
 
-phases    greedy: whether the embedded model says on the device what it says on the CPU; decode, prefill, mixed: the
-          worker's steps; requests: --requests prompts and answers of different lengths by raylm.LLM, and by the
-          continuous batching of transformers; transformers: its own generate; vllm: the same where it is installed
-mixed     a step in which the batch decodes and a prompt of so many tokens is computed; parts_ms is what both took alone
+phases    greedy: whether the embedded model gives the same tokens on the device and on the CPU; decode, prefill, mixed:
+          the worker's steps; requests: --requests prompts and answers of different lengths by raylm.LLM, and by the
+          continuous batching of transformers; transformers: its own generate; vllm: the same if it is installed
+mixed     a step in which the batch decodes and a prompt of --prefill tokens is computed; parts_ms is the time of both
+          alone
 sampled   decoding at temperature 0.8; top_p: the same with top-p 0.95; penalties: with a presence penalty; logprobs:
           greedy, with the five most likely tokens; compare them with graphs_ms, which is greedy
-stages    with --num-stages N attention loads N tiles of keys ahead, whatever split_k.py chooses
+stages    with --num-stages N attention loads N tiles of keys ahead, instead of the number in split_k.py
 
-floor     milliseconds to read the weights (the embedding only where it is the head too) and the batch's keys and values
+floor     milliseconds to read the weights (the embedding only if it is the head too) and the batch's keys and values
           once, at the bandwidth of a copy
-share     floor over step: 100 % is a step that does nothing but read
+share     floor divided by step: 100 % is a step that only reads
 at_s      seconds since the beginning
 launches  calls per step that start something on the GPU, with CUDA graphs and without; waits: calls that wait for it
-idle      milliseconds per step in which the GPU does nothing: the step's time less its kernels'
+idle      milliseconds per step in which the GPU does nothing: the step's time minus its kernels'
 """
 
 from __future__ import annotations
@@ -63,7 +64,7 @@ SAMPLED = {
     "logprobs": SamplingParams(temperature=0.0, logprobs=5),
 }
 _WARM_UP = 4
-_KERNELS = 16  # kernels in a row, of those of a step
+_KERNELS = 16  # kernels of a step that a row lists
 
 
 class Decoding(Steps):
@@ -130,7 +131,7 @@ def decode_rows(
 
 
 def longest_kernels(traced: Trace) -> dict[str, Any]:
-    """The kernels that take the most of a step, with the launches and microseconds of each, and the sum of all."""
+    """The longest kernels of a step, with the launches and microseconds of each, and the sum of all."""
     each = {name: [round(calls, 1), round(1e6 * taken, 1)] for name, (calls, taken) in traced.kernels.items()}
     return {"busy_us": round(1e6 * traced.busy_s, 1), "kernels": dict(list(each.items())[:_KERNELS])}
 

@@ -1,15 +1,15 @@
-"""Attention kernels alone: those over pages, with their tiles, beside torch's over contiguous keys and values.
+"""Attention kernels alone: RayLM's and xformers' over pages, with their tiles, and torch's over contiguous tensors.
 
     python -m benchmarks.gpu.attention --out results                  # the tiles that RayLM chooses
     python -m benchmarks.gpu.attention --out results --sweep          # all tiles; the fastest five of each kernel
     python -m benchmarks.gpu.attention --sweep --compile 3 16         # compiles the fourth of sixteen parts
 
-A decode is ``batch`` sequences with one query each, a prompt one sequence of ``context`` queries. Each call reads other
-keys and values, more in all than the cache holds. Calls are timed as replays of a CUDA graph.
+A decode is ``batch`` sequences with one query each. A prompt is one sequence of ``context`` queries. Each call reads
+other keys and values, which are together larger than the GPU's cache. Calls are timed as replays of a CUDA graph.
 
 us      microseconds of a call
-share   of a decode: the ideal time to read the keys and values at the bandwidth of a copy, over the measured time. Of a
-        prompt: the operations per second over those of a large product.
+share   of a decode: the ideal time to read the keys and values at the bandwidth of a copy, divided by the measured
+        time. Of a prompt: its operations per second, divided by those of a large product.
 """
 
 from __future__ import annotations
@@ -39,7 +39,7 @@ KERNELS = {"xformers": SplitK, "raylm": PagedAttention}
 
 @dataclass(frozen=True)
 class Case:
-    """``batch`` sequences of ``context`` tokens, that decode, or the last one's prompt."""
+    """``batch`` sequences of ``context`` tokens that decode, or one prompt of ``context`` tokens."""
 
     batch: int
     context: int
@@ -86,7 +86,7 @@ class Setting:
 
 
 def forced(kind: type[Any], splits: int, tile: Tile) -> Any:
-    """``kind`` with these splits and this tile."""
+    """``kind`` with fixed splits and a fixed tile."""
 
     class Forced(kind):  # type: ignore[misc]
         def choice(self, *shape: Any) -> tuple[int, Tile]:

@@ -1,11 +1,11 @@
-"""Host time of a step with a prompt: layer by layer, and replayed. Needs no GPU, but triton, xformers and ptxas.
+"""Host time of a step with a prompt: layer by layer, and replayed. Needs triton, xformers and ptxas, but no GPU.
 
     python -m benchmarks.gpu.host_time --out host_time.jsonl
 
-The launches are stubbed at the driver: Triton binds arguments and finds the compiled kernel as it would, and launches
-nothing; a graph's replay does nothing. torch's operations compute on a CPU, on a model so small that what they cost is
-their dispatch. So figures tell what Python and torch cost beside the driver's own calls, of which `launches` counts
-those of Triton's kernels.
+The launches are stubbed at the driver: Triton binds arguments and finds the compiled kernel as usual, but launches
+nothing. The replay of a graph does nothing. torch's operations run on a CPU, with a model so small that their time is
+their dispatch. So the figures are the cost of Python and torch without the driver's own calls. `launches` counts these
+calls for Triton's kernels.
 """
 
 from __future__ import annotations

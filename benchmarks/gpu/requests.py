@@ -47,7 +47,7 @@ def by_raylm(path: Path, load: Load, config: dict[str, Any]) -> dict[str, Any]:
 def by_transformers(path: Path, load: Load, device: torch.device) -> dict[str, Any]:
     """Tokens per second of transformers' ``generate_batch``.
 
-    Its requests have one length in a call, so that of each is the mean of the load's answers.
+    All its requests of a call have the same answer length, so each gets the mean length of the load's answers.
     """
     from transformers import AutoModelForCausalLM, ContinuousBatchingConfig, GenerationConfig
 

@@ -2,8 +2,9 @@
 
     python -m benchmarks.gpu.row_product --out results
 
-Each call reads other weights, more in all than the cache holds; the calls are replayed in a CUDA graph, each behind
-a norm, as in a decoder. ``share`` is the ideal time to read the weights at the bandwidth of a copy, over the time.
+Each call reads other weights, which are together larger than the GPU's cache. The calls are replayed in a CUDA graph,
+each after a norm, as in a decoder. ``share`` is the ideal time to read the weights at the bandwidth of a copy, divided
+by the measured time.
 """
 
 from __future__ import annotations
