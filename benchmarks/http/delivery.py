@@ -98,7 +98,7 @@ def delays(came: list[float], steps: list[float]) -> list[float]:
 
 
 def server(scratch: Path, model: str, notes: Path) -> ServerEngine:
-    """The server, not yet started."""
+    """The server, which is not started yet."""
     data = yaml.safe_load((ROOT / "configs" / "llama.yaml").read_text())
     data["http_options"]["port"] = PORT
     (application,) = data["applications"]

@@ -1,12 +1,12 @@
-"""The longest time for which one request keeps the event loop of an ingress replica from all other requests.
+"""The longest time for which one request blocks the event loop of an ingress replica.
 
     python -m benchmarks.http.event_loop             # all cases
     python -m benchmarks.http.event_loop --only chat
 
 The HTTP app and AsyncLLM are the real ones, with the embedded model's tokenizer and template and a context of 131,072
-tokens; the engine answers at once with arbitrary tokens, so that what is measured is the front end's own work. A
-task sleeps for a millisecond again and again; how late it wakes is what any other request would have waited. curl, a
-process of its own, sends the bodies.
+tokens. The engine answers at once with arbitrary tokens, so the front end's own work is measured. A task sleeps for a
+millisecond repeatedly. The delay of its wake-up is the time that any other request would have to wait. The bodies are
+sent by curl, a separate process.
 """
 
 from __future__ import annotations

@@ -1,11 +1,11 @@
-"""Send a server far more requests at once than its queue takes: each must be answered rightly or refused with 429.
+"""Send a server far more requests at once than its queue takes. Each must get the right answer, or 429.
 
     python -m benchmarks.http.flood --url http://127.0.0.1:8000 --requests 1000 [--floods 20]
 
-Half of the requests stream. A 200 is right if its text is the one that the same prompt had alone, before the flood
-(temperature 0). A stream that began before the flood gives the gaps between its events. Meanwhile another process asks
-/health every 5 ms and notes the longest wait. A third one asks in the same way a server that has nothing to do but to
-answer it: what these two processes wait for is the machine's floor.
+Half of the requests stream. A 200 is right if its text is the same as that of its prompt alone, before the flood
+(temperature 0). A stream that began before the flood measures the gaps between its events. Meanwhile a second process
+requests /health every 5 ms and records the longest wait. A third process does the same with a server that has no other
+work. The waits of these two processes show the delay by the machine itself.
 """
 
 from __future__ import annotations
@@ -87,7 +87,7 @@ Probe = tuple[int, float]  # status, seconds
 
 def watch_health(url: str, stop: Event, waits: multiprocessing.Queue[list[Probe]]) -> None:
     """Ask /health every 5 ms. At the end put (status, seconds) of each answer into ``waits``."""
-    os.setsid()  # else Linux schedules it as a part of the flood (autogroups)
+    os.setsid()  # otherwise Linux schedules this process as a part of the flood (autogroups)
     found: list[Probe] = []
     connection = http.client.HTTPConnection(urlsplit(url).netloc, timeout=30)
     while not found or not stop.is_set():
@@ -101,7 +101,7 @@ def watch_health(url: str, stop: Event, waits: multiprocessing.Queue[list[Probe]
 
 
 def serve_floor(ports: multiprocessing.Queue[int]) -> None:
-    """Answer the requests of one connection with 200 until it is closed. Sends the port by ``ports``."""
+    """Answer the requests of one connection with 200 until it is closed. Puts the port into ``ports``."""
     os.setsid()
     with socket.create_server(("127.0.0.1", 0)) as server:
         ports.put(server.getsockname()[1])
@@ -113,7 +113,7 @@ def serve_floor(ports: multiprocessing.Queue[int]) -> None:
 
 @asynccontextmanager
 async def running_stream(url: str, model: str) -> AsyncIterator[list[float]]:
-    """Seconds between the events of one stream, which has begun and goes on to the end of the context."""
+    """The seconds between the events of one stream, which has begun and continues to the end of the context."""
     gaps: list[float] = []
     has_begun = asyncio.Event()
     body = {"model": model, "prompt": "Once", "stream": True, "max_tokens": 7000, "ignore_eos": True}

@@ -1,11 +1,11 @@
-"""Seconds until the first answer where no engine is there (engine.replicas: {min: 0}), beside what its start takes.
+"""Seconds until the first answer without a running engine (engine.replicas: {min: 0}), and those of the engine's start.
 
     python -m benchmarks.http.from_zero [--repeats 6] [--ingresses 1]
 
-In each round the engine has ended after a time without requests, and a client asks for one token. An engine's start is
-from when Serve's controller starts its replica until the EngineCore has its workers ready. `beyond` is what the client
-waits longer than that: `decided` until the start begins, `answered` from its end until the first token is there. Every
-other client asks at once when the engine is gone, the others some seconds later.
+In each round the engine has ended after a time without requests, and a client requests one token. `start` is the time
+from the replica's start by Serve's controller until the EngineCore has its workers ready. `beyond` is the additional
+wait of the client: `decided` until the start begins, and `answered` from its end until the first token. In every other
+round the request is sent as soon as the engine is gone, and in the others some seconds later.
 """
 
 from __future__ import annotations

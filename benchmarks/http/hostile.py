@@ -1,11 +1,11 @@
-"""What one hostile request costs the others: the inter-token latency of honest streams beside each case, and alone.
+"""The cost of one hostile client for the others: inter-token latency of honest streams, with each case and alone.
 
     python -m benchmarks.http.hostile [--url http://127.0.0.1:8000] [--seconds 10] [--cases "slow masks" ...]
 
-Without a URL it serves the embedded model itself. Streams and attack run in separate processes. Each case is sent again
-and again, by one client, while eight streams run; between two cases the streams run alone. ``worst`` is the longest of
-all gaps; the limit is three times the p99 alone and 20 ms. At the end a schema of one field is sent alone, and while 60
-forms are compiled that take seconds each: ``answered`` is the time of its whole answer, whose limit is 1 s.
+Without a URL it serves the embedded model itself. Streams and attack run in separate processes. One client sends each
+case repeatedly, while eight streams run. Between two cases the streams run alone. ``worst`` is the longest of all gaps;
+its limit is three times the p99 alone, plus 20 ms. At the end, a schema of one field is sent alone, and while 60 forms
+that take seconds each are compiled: ``answered`` is the time of its whole answer, whose limit is 1 s.
 """
 
 from __future__ import annotations

@@ -1,10 +1,10 @@
-"""Seconds until a server answers, until clients see that an actor died and are served again, and until it has stopped.
+"""Seconds of a server's start, of the recovery from a killed actor, and of its stop.
 
     python -m benchmarks.http.lifecycle [--repeats 3]
 
-Every round starts `raylm serve configs/llama.yaml` on a free port twice: one server is stopped while it is idle, the
-other after its worker and its EngineCore were killed, with streams running. Printed are the least and the most of all
-rounds. That these things happen, and how, tests/test_ray_serving.py asserts.
+Every round starts `raylm serve configs/llama.yaml` on a free port twice. One server is stopped while it is idle. The
+other is stopped after its worker and its EngineCore were killed with running streams. Prints the minimum and the
+maximum over all rounds. tests/test_ray_serving.py asserts the behaviour itself.
 """
 
 from __future__ import annotations

@@ -1,13 +1,13 @@
-"""What a turn of a coding agent's session costs before the engine has it: 60 turns, from 14,000 to 60,000 tokens.
+"""The cost of a turn of a coding agent's session before the engine gets it: 60 turns, 14,000 to 60,000 tokens.
 
     python -m benchmarks.http.long_conversations
     python -m benchmarks.http.long_conversations --only chat --turns 30
     python -m benchmarks.http.long_conversations --kept 0    # keeps no token ids of earlier turns
 
 Each turn arrives at one of two ingresses at random, which share two engines. The HTTP apps, AsyncLLM, Router,
-EngineCore and KV cache are the real ones, in this process, with the embedded model's tokenizer and template; the
-workers compute nothing and answer at once. "ms" is from the arrival of the whole body to the call that hands the
-request to the engine, the median of the turns of that part of the session. "CPU" is the time of this process, with the
+EngineCore and KV cache are the real ones, in this process, with the embedded model's tokenizer and template. The
+workers compute nothing and answer at once. "ms" is the time from the whole body to the call that sends the request to
+the engine, the median of the turns in that part of the session. "CPU" is the CPU time of this process, including the
 HTTP client, and of the process that renders the template. "hit" is the share of the prompts' tokens that the engines
 had cached.
 """
@@ -35,17 +35,17 @@ from raylm.ingress import build_asgi_app
 from raylm.messages import EngineCoreRequest, EngineInfo, WorkerInfo
 from raylm.simulate.executor import SimulatedExecutor
 
-_FIRST_WORDS = 3_000  # of the system message, about 14,000 tokens
-_WORDS = 160  # of a message; with its answer about 800 tokens
-_SETTLE_S = 0.05  # for what the engines still tell of the turn before
+_FIRST_WORDS = 3_000  # words of the system message, about 14,000 tokens
+_WORDS = 160  # words of a message; with its answer about 800 tokens
+_SETTLE_S = 0.05  # for the engines' reports about the turn before
 _BLOCK = 16
-_BLOCKS = 16_384  # of an engine: 262,144 tokens
+_BLOCKS = 16_384  # blocks of an engine: 262,144 tokens
 _UNITS = {"tokens": "", "ms": "", "CPU": "ms", "hit": "%"}
-_WINDOW = 6  # turns
+_WINDOW = 6  # turns of a part
 
 
 class Clock:
-    """Measures a turn: seconds and CPU seconds from ``begin`` until an engine is handed the request."""
+    """Measures a turn: seconds and CPU seconds from ``begin`` until an engine gets the request."""
 
     def __init__(self) -> None:
         self.at = self.cpu = 0.0

@@ -1,12 +1,12 @@
-"""Where a served token's CPU time goes, process by process, and how much of the offline rate its clients see.
+"""The CPU time of a served token by process, and the share of the offline rate that HTTP clients get.
 
     python -m benchmarks.http.processes --model DIR [--clients 1 8 32] [--rounds 3] [--beside ...]
 
-Serves the model with `raylm serve`, and has it in a runner of raylm.LLM beside that. In each round both are asked in
-turns: as many prompts at once as there are clients, offline; and streams of as many clients, over HTTP. CPU time is
-what the kernel accounts to each process of the server and to this one, which is the client, while the streams run; in
-between both are left alone for a while, which tells what an idle server costs. ``--beside DIR [NAME=VALUE ...]`` serves
-another checkout of RayLM too, or this one with other environment variables, in turns with this one.
+Serves the model with `raylm serve`, and also loads it in a runner of raylm.LLM. Each round measures both in turn:
+offline, as many prompts at once as there are clients, and then streams of as many clients over HTTP. CPU time is the
+kernel's account of each process of the server, and of this process as the client, while the streams run. In between
+both are left alone for a while, which measures an idle server. ``--beside DIR [NAME=VALUE ...]`` also serves another
+checkout of RayLM, or this one with other environment variables, in turn with this one.
 """
 
 from __future__ import annotations

@@ -1,13 +1,14 @@
-"""Load any OpenAI-compatible server and say what its clients see: TTFT, inter-token latency, tokens per second.
+"""Load any OpenAI-compatible server and measure its clients' TTFT, inter-token latency and tokens per second.
 
     python -m benchmarks.http.serving --concurrency 1 8 32                 # closed loop: so many always in flight
     python -m benchmarks.http.serving --rate 2 4 8                         # open loop: Poisson arrivals per second
     python -m benchmarks.http.serving --url http://host:port --model NAME --out serving.jsonl
 
-Every request streams, asks for exactly --max-tokens tokens (ignore_eos) at temperature 0, and has a prompt of its own
-of about --prompt-tokens tokens, so that prefix caches do not help. TTFT is up to the first chunk with text; the
-inter-token latency of a request is (last chunk - first chunk) / (tokens - 1), tokens counted by the server's usage.
-`raylm bench` asks and measures; here are its rows, and what other benchmarks change about it.
+Every request streams, and asks for exactly --max-tokens tokens (ignore_eos) at temperature 0. Each has a different
+prompt of about --prompt-tokens tokens, so that prefix caches do not help. TTFT is the time to the first chunk with
+text. The inter-token latency of a request is (last chunk - first chunk) / (tokens - 1), with the tokens in the server's
+usage. The client and its measurements are those of `raylm bench`. This module adds rows, and changes for other
+benchmarks.
 """
 
 from __future__ import annotations

@@ -1,12 +1,12 @@
-"""Chunks per second of the streaming path: how a chunk is encoded, and the whole way from AsyncLLM to the server.
+"""Chunks per second of streaming: encoding a chunk, and the whole path from AsyncLLM to the server.
 
     python -m benchmarks.http.sse [--streams 64] [--tokens 500]
 
-"plain" is what one writes first: a dict a chunk, json.dumps, Starlette's StreamingResponse. "orjson" is the same with
-orjson. "spliced" is what the server does: the constant part once a stream, the token's text spliced into it, the
-bytes handed to the server without another layer; and it counts usage, opens choices, checks how they end and gives the
-events their ids, which the other two leave out. The engine is a generator that yields one ready token after the other,
-so the figures are the cost of the HTTP side alone, per second of CPU. Best of three rounds.
+"plain" is the simplest code: a dict for each chunk, json.dumps, Starlette's StreamingResponse. "orjson" is the same
+with orjson. "spliced" is RayLM's server: the constant part is encoded once per stream, the token's text is spliced into
+it, and the bytes go to the server without another layer. It also counts usage, opens choices, checks their ends and
+gives events their ids, which the other two do not do. The engine is a generator of ready tokens, so the figures are the
+cost of HTTP alone, per second of CPU. Best of three rounds.
 """
 
 from __future__ import annotations

@@ -1,10 +1,9 @@
-"""Seconds of a start: from `raylm serve embedded` to the first token, by wall clock and by CPU seconds of processes.
+"""Seconds of a start: from `raylm serve embedded` to the first token, in wall time and in CPU time of processes.
 
     python -m benchmarks.http.start [--repeats 3] [--python .venv/bin/python] [--case "from a wheel"]
 
-CPU seconds are those of all processes that the command has started, until the first token is there. They are read
-every 50 ms, so that a process that ends loses at most its last 50 ms. ``--importtime FOLDER`` writes what each process
-imports.
+CPU seconds are those of all processes that the command starts, until the first token. They are read every 50 ms, so at
+most the last 50 ms of a process are lost. ``--importtime FOLDER`` writes the imports of each process.
 """
 
 from __future__ import annotations
@@ -27,7 +26,7 @@ from tests.serving import free_port
 
 TICKS_S = 1 / os.sysconf("SC_CLK_TCK")
 PERIOD_S = 0.05
-PARTS = {  # by the beginning of a process's title, or what it contains
+PARTS = {  # by the beginning of a process's title, or by a part of it
     "command": r"raylm\.cli\.main serve|raylm serve",
     "child": r"run-serve",
     "compiler": r"cc1plus|collect2|/as |g\+\+",
@@ -68,7 +67,7 @@ class Sampler(threading.Thread):
                 except OSError:
                     continue
         known = {self._first, *self.seconds}
-        for _ in range(8):  # descendants, to any depth that occurs
+        for _ in range(8):  # all descendants
             known |= {pid for pid, (parent, _) in parents.items() if parent in known}
         for pid in known & parents.keys():
             self.seconds[pid] = parents[pid][1]
