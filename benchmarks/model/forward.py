@@ -1,15 +1,15 @@
-"""Times single steps of the ModelRunner: decoding at several batch sizes, and prompts; shows where the time goes.
+"""Time single steps of the ModelRunner and their parts: decoding at several batch sizes, and prompts.
 
     python -m benchmarks.model.forward --model DIR --threads 4 --limits
     python -m benchmarks.model.forward --model DIR --threads 4 --batch 1 --prefill --busy 0 1 2 --fixed-team \\
         --warm-up 200
 
-With --limits each part is shown beside the least that it could take here, by the operations of a GEMM and by the bytes
-that it reads from memory, whichever is more: "linear 70% (at 92% of its limit)". Last comes the same of the whole step,
-whose bound is the sum of those. The machine's limits are measured first, as `benchmarks.compare` measures them.
+With --limits, each part is compared with its least possible time on this machine: the longer one of the times for its
+GEMM operations and for its memory reads, as in "linear 70% (at 92% of its limit)". The last share is that of the whole
+step, whose bound is the sum of the parts' bounds. The machine's limits are measured first, as in `benchmarks.compare`.
 
-With --busy every case is timed beside so many processes that compute all the time. --fixed-team times each case also
-with all threads in every step; a team of threads that chooses its size needs some 100 steps to find it.
+With --busy N, every case runs beside N processes that compute all the time. --fixed-team also times each case with all
+threads in every step. A team of threads that chooses its size needs some 100 steps to find it.
 """
 
 from __future__ import annotations

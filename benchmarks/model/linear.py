@@ -1,11 +1,11 @@
 """Milliseconds of one linear layer by the format of its weight: bfloat16, int8, int4 without and with zeros.
 
-int8 has one scale for each row, as W8A8 checkpoints have, or for each 64 inputs, as `quantization: int8` has.
+int8 has one scale for each row, as in W8A8 checkpoints, or for each 64 inputs, as with `quantization: int8`.
 
     python -m benchmarks.model.linear --threads 4 [--inputs 4096] [--outputs 6144] [--rows 2 8 32 256]
 
-Each format has as many copies of its layer as fill --mib, which should be more than the caches hold, and is run over
-them in turn; the formats take turns too. Printed is the least of --repeats, and how many times as fast as bfloat16.
+Each format has enough copies of its layer to fill --mib, which should be more than the caches hold. Calls use the
+copies in turn, and the formats alternate. Figures are the least time of --repeats, and the speedup over bfloat16.
 """
 
 from __future__ import annotations

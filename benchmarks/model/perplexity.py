@@ -1,11 +1,12 @@
-"""Perplexity of a checkpoint on 20,000 tokens of real text, plain and quantized, by the prompt log-probabilities.
+"""Perplexity of a checkpoint on 20,000 tokens of real text, plain and quantized, from prompt log-probabilities.
 
     python -m benchmarks.model.perplexity --model DIR [--text FILE] [--quantization none int8 int4] [--length 2048]
     python -m benchmarks.model.perplexity --model smollm2 --quantization none kept    # a GGUF file's own blocks
 
-By default the text is Python's licence and modules of its standard library, in a fixed order. Python's versions differ,
-so the case of each row has the first digits of the SHA-256 of the token ids: only rows of the same text are comparable.
-The text is read in pieces of --length tokens, at most the context; the first token of a piece is not predicted.
+By default the text is Python's licence and modules of its standard library, in a fixed order. Versions of Python have
+different texts, so the case of each row has the first digits of the SHA-256 of the token ids. Only rows of the same
+text are comparable. The text is read in pieces of --length tokens, or of the context if that is shorter. The first
+token of a piece is not predicted.
 """
 
 from __future__ import annotations

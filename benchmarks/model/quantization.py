@@ -1,10 +1,10 @@
-"""The cost of 8 and 4 bits for a model: logit error, perplexity and changed first choices against float32.
+"""The cost of 8 and 4 bits for a model: logit error, perplexity and changed first choices, compared with float32.
 
     python -m benchmarks.model.quantization [--model MODEL] [--text FILE] [--skills COUNT]
 
-The embedded model reads conversations made by its own generator from held-out words. Only the tokens that the model
-would write count. Any other model reads FILE (by default this repository's documents). With --skills the embedded model
-also answers COUNT prompts of each skill in examples/embedded_model/evaluate.py.
+The embedded model reads conversations of its own generator with held-out words. Only tokens that the model itself would
+write count. Any other model reads FILE (by default this repository's documents). With --skills the embedded model also
+answers COUNT prompts of each skill in examples/embedded_model/evaluate.py.
 """
 
 from __future__ import annotations

@@ -1,9 +1,9 @@
-"""Alternatives for rounding: group sizes, zeros or none, searched bounds or not, and the head's bits.
+"""Alternatives for rounding: group sizes, with or without zeros, with or without searched bounds, and the head's bits.
 
     python -m benchmarks.model.quantization_choices [--rows 32] [--threads 2]
 
-The embedded model in bfloat16 over the conversations of quantization.py. Prints root mean square of the logits' error
-and divergence from float32, for the alternatives and for the formats of `quantization`.
+The embedded model in bfloat16 reads the conversations of quantization.py. Prints the root mean square of the logits'
+error and the divergence from float32, for the alternatives and for the formats of `quantization`.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""Times one model on both of its paths in turns: our own decoder, and the transformers backend; the least times.
+"""Least times of one model's steps on both paths, in turns: RayLM's own decoder and the transformers backend.
 
 python -m benchmarks.model.transformers_backend --model DIR --threads 2
 """
