@@ -36,8 +36,8 @@ void hold_up(uint64_t chance) {
   if (chance % 599 == 0) std::this_thread::sleep_for(std::chrono::microseconds(50 + chance % 900));
 }
 
-// A piece that is done again is written with the same bits while others read it, which no sanitizer need tell; where
-// pieces are done once, plain reads and writes let it see every race.
+// A piece that is redone is written with the same bits while other threads read it. This is no fault, so it is atomic.
+// If pieces are done once, reads and writes are plain, so that the sanitizer sees every race.
 uint64_t read(const uint64_t& place, Redo redo) {
   auto& found = const_cast<uint64_t&>(place);
   return redo == Redo::kYes ? std::atomic_ref<uint64_t>(found).load(std::memory_order_relaxed) : found;
@@ -60,8 +60,8 @@ int main(int, char** arguments) {
     const uint64_t salt = mix(seed + step);
     const Redo redo = salt % 3 ? Redo::kYes : Redo::kNo;
     team.use(1 + int(mix(salt) % threads));
-    // Values lie beside how often each was computed; pieces that may be done again have places of their own, others
-    // take turns in two.
+    // The values, and how often each was computed. If pieces may be redone, each phase has a separate place. Otherwise
+    // the phases alternate between two places.
     std::vector<std::vector<uint64_t>> places(redo == Redo::kYes ? kPhases + 1 : 2);
     std::vector<std::vector<uint64_t>> expected(kPhases + 1);
     std::vector<std::atomic<int>> computed(9000 * kPhases);
@@ -73,7 +73,7 @@ int main(int, char** arguments) {
     }
     for (auto& place : places) place.assign(9000, 0);
     const auto place = [&](int number) -> std::vector<uint64_t>& { return places[number % places.size()]; };
-    // The size of each phase is part of what its readers need.
+    // The readers of a phase also need its size.
     std::vector<int> last(kPhases + 1, 0), number(kPhases + 1, 0);
     int written = 0;
     for (int phase = 1; phase <= kPhases; phase++) {
