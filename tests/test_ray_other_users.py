@@ -116,7 +116,7 @@ def writable_or_connectable(found: Found) -> list[str]:
 
 
 def is_ordinary(path: Path) -> bool:
-    """Neither a device nor /proc, and not in a sticky directory, where a file's own mode is what counts."""
+    """Whether it is no directory, and not below /dev, /proc or /sys."""
     return not str(path).startswith(("/dev/", "/proc/", "/sys/")) and not os.path.isdir(path)
 
 

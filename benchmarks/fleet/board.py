@@ -61,7 +61,7 @@ TARGETS = {"gpu": Targets(2000.0, 100.0), "cpu": Targets(30_000.0, 500.0)}
 
 @dataclass(frozen=True)
 class Cell:
-    """One simulation. ``load`` is in percent of the capacity; 0 measures the capacity. ``size``: requests an engine.
+    """One simulation. ``load`` is in percent of the capacity; 0 measures the capacity. ``size``: requests per engine.
 
     ``part`` counts from 1.
     """

@@ -30,7 +30,7 @@ Metric = Callable[[Figures, Figures], float]
 
 
 def grouped(cells: dict[Cell, Figures]) -> dict[Place, dict[str, Figures]]:
-    """The figures of each place, by policy: means over the parts that RayLM was measured in."""
+    """The figures of each place, by policy: means over the parts of the trace for which RayLM has figures."""
     parts: dict[Place, dict[str, dict[int, Figures]]] = {}
     for cell, figures in cells.items():
         if cell.load:

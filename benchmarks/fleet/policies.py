@@ -44,7 +44,7 @@ class PowerOfTwo(Router):
 
 
 class SessionAffinity(Router):
-    """Chooses by a hash of the prompt's first 2,048 tokens, which name the session where there is no header."""
+    """Chooses by a hash of the prompt's first 2,048 tokens, which identify the session without a header."""
 
     def choose(self, prompt: PromptBlocks, engines: list[RoutedEngine], uncached: list[int]) -> Choice:
         session = hash(tuple(prompt.request.prompt_token_ids[:2048]))
@@ -171,7 +171,7 @@ class Approximate(_OwnPrefixes):
 
 
 class ServePrefix(_OwnPrefixes):
-    """Ray Serve's prefix-aware router: as above from a tenth of the prompt.
+    """Ray Serve's prefix-aware router: like ``Approximate``, if the prefix is a tenth of the prompt.
 
     If the numbers of requests differ by more than 10, it takes the better of two random engines.
     """

@@ -73,7 +73,7 @@ def test_the_first_ten_minutes_are_as_the_quickstart_has_them(raylm: Path, tmp_p
 
 
 class Console:
-    """A terminal window: one server at a time in the foreground, and short commands beside it."""
+    """A terminal: one server at a time in the foreground, and short commands in parallel."""
 
     def __init__(self, raylm: Path, folder: Path) -> None:
         self._folder, self._log = folder, folder / "log"

@@ -1,4 +1,4 @@
-"""Pass frames between two new TAP devices, late and with losses:  python -m tests.nodes.relay DEVICE DEVICE
+"""Pass frames between two new TAP devices, with delay and loss:  python -m tests.nodes.relay DEVICE DEVICE
 
 Each line of standard input sets the delay of a frame in seconds and the share of lost frames, as ``0.05 0.01``.
 """

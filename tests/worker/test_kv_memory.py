@@ -51,7 +51,7 @@ def test_and_those_ahead_of_what_is_written(halves: list[torch.Tensor]) -> None:
 
 
 class Clock:
-    """The time of KVMemory. It stands still until a test moves it."""
+    """The clock of KVMemory. It does not advance by itself."""
 
     sleep = staticmethod(time.sleep)
     now = 0.0
