@@ -20,7 +20,7 @@ QUESTIONS = (
 TEMPLATE = "Here is a long text. " * 12
 
 
-async def one(api: httpx.AsyncClient, luck: random.Random, number: int) -> None:
+async def send_request(api: httpx.AsyncClient, luck: random.Random, number: int) -> None:
     """Send a random request of the load. Some share a prefix, some have a structured output, some are long."""
     question = luck.choice(QUESTIONS)
     body = {
@@ -58,7 +58,7 @@ async def main() -> None:
     with EmbeddedServer(**config) as url:
         async with httpx.AsyncClient(base_url=url, timeout=300) as api, chromium(1280, 860) as page:
             luck = random.Random(7)
-            load = [asyncio.create_task(one(api, luck, number)) for number in range(70)]
+            load = [asyncio.create_task(send_request(api, luck, number)) for number in range(70)]
             await view(page, url, "overview", "document.querySelectorAll('.chart').length > 5")
             await asyncio.sleep(16)
             await shot(page, "overview")

@@ -46,7 +46,7 @@ def expanded(query: str, window: str = "1m", model: str = ".*") -> str:
     return query.replace("$__rate_interval", window).replace("$model", model)
 
 
-def told() -> dict[str, set[str]]:
+def reported_labels() -> dict[str, set[str]]:
     """The labels of each series that a server with two replicas reports, by the full name of the series."""
     record, part = Record("r", "alice", "/v1/completions", lambda: 1.0), Part("r", lambda: 1.0)
     part.prompt_tokens, part.drawn, part.first_token = 7, [[1, 2]], 1.5
@@ -80,7 +80,7 @@ def test_the_files_are_what_the_table_makes() -> None:
 
 @pytest.mark.parametrize(("where", "query"), queries(), ids=lambda value: value)
 def test_a_query_asks_for_series_and_labels_that_are_there(where: str, query: str) -> None:
-    known = told() | _PROMETHEUS_OWN
+    known = reported_labels() | _PROMETHEUS_OWN
     named = _SELECTOR.findall(expanded(query))
     assert named
     for name, inner in named:

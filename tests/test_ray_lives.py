@@ -198,7 +198,7 @@ async def ended(url: str, response_id: str) -> dict[str, Any]:
     return answer
 
 
-def said(answer: dict[str, Any]) -> str:
+def text_of_response(answer: dict[str, Any]) -> str:
     return "".join(part["text"] for item in answer["output"] for part in item["content"])
 
 
@@ -238,10 +238,10 @@ async def test_responses_in_the_background_outlive_the_end_of_everything(tmp_pat
         await asyncio.gather(*(one.follow(server.url) for one in followed))
         for one in followed:
             assert [event["sequence_number"] for event in one.events] == list(range(len(one.events)))
-            assert one.told() == said(ends[one.body["seed"]])
+            assert one.told() == text_of_response(ends[one.body["seed"]])
         async with httpx.AsyncClient(timeout=240) as client:  # the same responses without a disturbance
             for one in (begun[0], begun[-1], waited[0], waited[-1]):
                 whole = (await client.post(f"{server.url}/v1/responses", json=one.body)).json()
-                assert said(whole) == said(ends[one.body["seed"]])
+                assert text_of_response(whole) == text_of_response(ends[one.body["seed"]])
         assert await found(server.url, before["id"]) == before
         assert (await found(server.url, cancelled["id"]))["status"] == "cancelled"

@@ -25,7 +25,7 @@ def _as_it_was() -> Iterator[None]:
     ours.handlers[:], ours.level, ours.propagate = before
 
 
-def told(capsys: pytest.CaptureFixture[str]) -> dict[str, Any]:
+def logged(capsys: pytest.CaptureFixture[str]) -> dict[str, Any]:
     """The only line of output."""
     (line,) = capsys.readouterr().out.splitlines()
     found: dict[str, Any] = json.loads(line)
@@ -35,7 +35,7 @@ def told(capsys: pytest.CaptureFixture[str]) -> dict[str, Any]:
 def test_a_line_of_json_has_all_fields_and_those_of_its_event(capsys: pytest.CaptureFixture[str]) -> None:
     configure_logs("json", CORE)
     logger.info("engine %s\nends", "e1", extra=about("engine.ends", open_requests=2))
-    line = told(capsys)
+    line = logged(capsys)
     assert list(line) == [*FIELDS, "open_requests"]
     assert (line["level"], line["process"], line["application"], line["engine"]) == ("INFO", "engine core", "app", "e1")
     assert (line["event"], line["message"], line["open_requests"]) == ("engine.ends", "engine e1 ends", 2)
@@ -56,10 +56,10 @@ def test_a_call_that_says_nothing_has_the_name_of_its_logger_and_the_request_tha
 ) -> None:
     configure_logs("json", LogSource("ingress"), lambda: "served-now")
     logger.warning("plain")
-    line = told(capsys)
+    line = logged(capsys)
     assert (line["event"], line["request_id"]) == ("frontend", "served-now")
     logger.warning("of another", extra=about("x", "other"))
-    assert told(capsys)["request_id"] == "other"
+    assert logged(capsys)["request_id"] == "other"
 
 
 def fail(text: str) -> None:
@@ -109,4 +109,4 @@ def test_configuring_again_replaces(capsys: pytest.CaptureFixture[str]) -> None:
     configure_logs("text", LogSource("a"))
     configure_logs("json", LogSource("b"))
     logger.info("once")
-    assert told(capsys)["process"] == "b"
+    assert logged(capsys)["process"] == "b"

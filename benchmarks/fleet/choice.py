@@ -39,7 +39,7 @@ async def measure(engines: int, tokens: int, blocks: int, changed: int, same: bo
     for number in range(engines):
         engine = router.add(PlayedEngine(f"engine-{number}", max_model_len=1 << 20))
         held = hashes[: len(hashes) // 2 if same else len(hashes) * number // engines]
-        told(engine, 0, [*held, *(rng.randbytes(32) for _ in range(blocks))])
+        send_report(engine, 0, [*held, *(rng.randbytes(32) for _ in range(blocks))])
         routed.append(engine)
     of_each = (memory() - before) / engines
     request, keys = EngineCoreRequest(0, "", prompt, SamplingParams(max_tokens=1, seed=0)), count()
@@ -54,7 +54,7 @@ async def measure(engines: int, tokens: int, blocks: int, changed: int, same: bo
 
     sending = least(begin_and_end, rounds)
     reports = changes(rng, changed)
-    reading = least(lambda: told(routed[0], *next(reports)), rounds)
+    reading = least(lambda: send_report(routed[0], *next(reports)), rounds)
     await router.close()
     return {
         "choice": choosing, "hashing": hashing, "beyond hashing": choosing - hashing, "send and end": sending,
@@ -71,7 +71,7 @@ def changes(rng: random.Random, changed: int) -> Iterator[tuple[int, list[bytes]
         old = new
 
 
-def told(engine: RoutedEngine, number: int, stored: Sequence[bytes], removed: Sequence[bytes] = ()) -> None:
+def send_report(engine: RoutedEngine, number: int, stored: Sequence[bytes], removed: Sequence[bytes] = ()) -> None:
     empty: tuple[list[int], ...] = ([], [], [], [], [], [], [])
     blocks = BlockChanges(number, pack_keys(stored), pack_keys(removed))
     engine.on_outputs(EngineCoreOutputs(*empty, _STATS, blocks=blocks, created=time.time()), time.time())

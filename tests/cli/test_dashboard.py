@@ -23,7 +23,7 @@ def start_dashboard() -> None:
 
 
 @pytest.fixture
-def somebody(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+def other_ray(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     """A process listens at RAY_ADDRESS, as another Ray would."""
     with socket.socket() as taken:
         taken.bind(("127.0.0.1", 0))
@@ -34,14 +34,14 @@ def somebody(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
 
 
 @pytest.mark.parametrize("option", ["--dashboard", "--no-dashboard"])
-def test_the_dashboard_of_anothers_ray_is_not_ours_to_start(option: str, somebody: None) -> None:
+def test_the_dashboard_of_anothers_ray_is_not_ours_to_start(option: str, other_ray: None) -> None:
     done = CliRunner().invoke(app, ["serve", "embedded", option])
     assert done.exit_code == 2
     assert "--dashboard has no effect with RAY_ADDRESS; remove one of them." in done.output
 
 
 @pytest.fixture
-def nice(monkeypatch: pytest.MonkeyPatch) -> list[int]:
+def niceness_values(monkeypatch: pytest.MonkeyPatch) -> list[int]:
     """The niceness values that were set. A real one could not be undone after a test."""
     asked: list[int] = []
     monkeypatch.setattr(os, "setpriority", lambda which, who, niceness: asked.append(niceness))
@@ -49,7 +49,7 @@ def nice(monkeypatch: pytest.MonkeyPatch) -> list[int]:
 
 
 def test_without_its_packages_there_is_none_and_one_line_says_so(
-    nice: list[int], monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+    niceness_values: list[int], monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     monkeypatch.setattr(ray_private, "dashboard_fault", lambda: "No module named 'aiohttp_cors'")
     monkeypatch.setattr(ray_private, "start_dashboard", lambda: pytest.fail("it cannot start"))
@@ -57,12 +57,12 @@ def test_without_its_packages_there_is_none_and_one_line_says_so(
     (line,) = capsys.readouterr().out.splitlines()
     said = "no dashboard: No module named 'aiohttp_cors'; pip install 'ray[default]' installs it"
     assert parse(line) == ("stage", "ray", said)
-    assert nice == [10]
+    assert niceness_values == [10]
 
 
 @pytest.mark.parametrize("is_running", [True, False])
 def test_one_that_does_not_start_is_told_unless_everything_ends(
-    is_running: bool, nice: list[int], monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+    is_running: bool, niceness_values: list[int], monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     def start() -> str:
         raise RuntimeError("first line\nthe port is taken")

@@ -40,7 +40,7 @@ def asking(key: int, adapter: str | None, tokens: int = 6) -> EngineCoreRequest:
     return replace(made, adapter=adapter)
 
 
-async def told(outbox: Outbox) -> list[str]:
+async def announced(outbox: Outbox) -> list[str]:
     """The adapter names in the next message, which must have some."""
     adapters = (await outbox.get()).adapters
     assert adapters is not None
@@ -80,17 +80,17 @@ async def test_a_hash_that_forgets_the_adapter_is_seen(monkeypatch: pytest.Monke
 async def test_every_client_is_told_of_every_change() -> None:
     async with running(executor(), config()) as core:
         early = core.connect("early")
-        assert await told(early) == []
+        assert await announced(early) == []
         await core.load_adapter(ONE)
-        assert await told(early) == ["one"]
+        assert await announced(early) == ["one"]
         late = core.connect("late")
-        assert await told(late) == ["one"]
+        assert await announced(late) == ["one"]
         await core.load_adapter(ONE)  # already loaded
         await core.load_adapter(TWO)
-        assert await told(early) == await told(late) == ["one", "two"]
+        assert await announced(early) == await announced(late) == ["one", "two"]
         await core.unload_adapter("one")
         await core.unload_adapter("one")
-        assert await told(early) == await told(late) == ["two"]
+        assert await announced(early) == await announced(late) == ["two"]
 
 
 async def test_what_is_not_news_is_not_told_and_merged_news_are_the_newest() -> None:
@@ -98,7 +98,7 @@ async def test_what_is_not_news_is_not_told_and_merged_news_are_the_newest() -> 
         outbox = core.connect("a")
         await core.load_adapter(ONE)
         await core.load_adapter(TWO)
-        assert await told(outbox) == ["one", "two"]
+        assert await announced(outbox) == ["one", "two"]
         core.add("a", [asking(1, "one")])
         assert (await outbox.get()).adapters is None
 

@@ -329,7 +329,7 @@ async def test_the_smallest_that_waits_is_next(compiler: GrammarCompiler, played
     assert [text[0] for text in played.asked] == ["a", "b", "d", "c"]
 
 
-async def of_key(compiler: GrammarCompiler, key: str, spec: StructuredOutputs) -> str:
+async def compile_for_key(compiler: GrammarCompiler, key: str, spec: StructuredOutputs) -> str:
     """Compile a form for a request of an API key."""
     CURRENT.set(Record("a request", key, "/", time.time))
     return await compiler.compile(spec)
@@ -337,9 +337,9 @@ async def of_key(compiler: GrammarCompiler, key: str, spec: StructuredOutputs) -
 
 async def test_keys_have_their_forms_compiled_in_turn(compiler: GrammarCompiler, played: Played) -> None:
     """Whatever their sizes, the many forms of one key delay each form of another key by one."""
-    many = [asyncio.create_task(of_key(compiler, "many", large(number))) for number in range(10)]
+    many = [asyncio.create_task(compile_for_key(compiler, "many", large(number))) for number in range(10)]
     await _settle()
-    others = [asyncio.create_task(of_key(compiler, key, huge(key))) for key in ("few", "other", "few")]
+    others = [asyncio.create_task(compile_for_key(compiler, key, huge(key))) for key in ("few", "other", "few")]
     await _settle()
     played.go.set()
     await asyncio.gather(*many, *others)
@@ -348,11 +348,11 @@ async def test_keys_have_their_forms_compiled_in_turn(compiler: GrammarCompiler,
 
 
 async def test_one_key_turns_no_other_away(compiler: GrammarCompiler, played: Played) -> None:
-    many = [asyncio.create_task(of_key(compiler, "many", large(number))) for number in range(40)]
+    many = [asyncio.create_task(compile_for_key(compiler, "many", large(number))) for number in range(40)]
     await _settle()
     waiting = [task for task in many if not task.done()]
     assert len(waiting) == 17
-    few = [asyncio.create_task(of_key(compiler, "few", large(number))) for number in range(100, 110)]
+    few = [asyncio.create_task(compile_for_key(compiler, "few", large(number))) for number in range(100, 110)]
     await _settle()
     gone = [task for task in waiting if task.done()]
     assert gone == waiting[-8:], "the newest forms of the key"

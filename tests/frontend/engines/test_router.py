@@ -38,7 +38,7 @@ async def fleet(router: Router, names: str = "ab", *, tells: bool = True) -> dic
     for engine in engines.values():
         router.add(engine)
     for engine in engines.values():
-        engine.say(**(told() if tells else {}), stats=EngineStats(places=64, step_s=0.01, token_s=0.0001))
+        engine.say(**(block_changes() if tells else {}), stats=EngineStats(places=64, step_s=0.01, token_s=0.0001))
     await read()
     return engines
 
@@ -49,7 +49,7 @@ async def read() -> None:
         await asyncio.sleep(0)
 
 
-def told(number: int = 0, stored: Sequence[bytes] = (), removed: Sequence[bytes] = ()) -> dict[str, Any]:
+def block_changes(number: int = 0, stored: Sequence[bytes] = (), removed: Sequence[bytes] = ()) -> dict[str, Any]:
     """The block changes of a message that is created now."""
     return {"blocks": BlockChanges(number, pack_keys(stored), pack_keys(removed)), "created": time.time()}
 
@@ -116,7 +116,7 @@ async def test_equals_are_picked_at_random(router: Router) -> None:
 
 async def test_what_others_have_to_do_counts_before_the_own_requests(router: Router) -> None:
     engines = await fleet(router)
-    engines["a"].say(**told(1), stats=EngineStats(places=0, running=64, others=OtherClients(10_000, 400)))
+    engines["a"].say(**block_changes(1), stats=EngineStats(places=0, running=64, others=OtherClients(10_000, 400)))
     await read()
     assert [pick(router, [n]) for n in range(10)] == ["b"] * 10
     await router.close()
@@ -156,13 +156,13 @@ async def test_an_engine_of_unknown_speed_is_taken_to_be_as_fast_as_the_others(r
 async def test_blocks_that_an_engine_holds_draw_their_prompts(router: Router) -> None:
     engines = await fleet(router)
     prompt = list(range(1000))
-    engines["b"].say(**told(1, stored=hashes(prompt)))
+    engines["b"].say(**block_changes(1, stored=hashes(prompt)))
     await read()
     assert picks(router, [*prompt, 7]) == {"b"}
     assert router.pick(request([*prompt, 7])).uncached_tokens == 1001 - 1000 // BLOCK * BLOCK
     assert picks(router, [7, *prompt]) == {"a", "b"}
     assert picks(router, prompt, salt="other") == {"a", "b"}
-    engines["b"].say(**told(2, removed=hashes(prompt)))
+    engines["b"].say(**block_changes(2, removed=hashes(prompt)))
     await read()
     assert picks(router, [*prompt, 7]) == {"a", "b"}
     await router.close()
@@ -181,11 +181,11 @@ async def test_own_decisions_count_before_the_engine_has_told_of_them(router: Ro
     home = pick(router, prompt)
     assert _uncached(router, [*prompt, 1]) == {name: 1 if name == home else 2001 for name in "ab"}
     key = engines[home].added[0].key
-    engines[home].say((key, 0, [5], None), **told(1, stored=hashes(prompt)))
+    engines[home].say((key, 0, [5], None), **block_changes(1, stored=hashes(prompt)))
     await read()
     assert router.pick(request([*prompt, 2])).uncached_tokens < 20
     router.leave(SENT[key], abort=True)
-    engines[home].say(**told(2, removed=hashes(prompt)))
+    engines[home].say(**block_changes(2, removed=hashes(prompt)))
     await read()
     for added in engines[home].added[1:]:
         router.leave(SENT[added.key], abort=True)
@@ -196,12 +196,12 @@ async def test_own_decisions_count_before_the_engine_has_told_of_them(router: Ro
 async def test_a_gap_is_answered_by_asking_for_all_and_nothing_is_believed_until_then(router: Router) -> None:
     engines = await fleet(router)
     prompt = list(range(1000))
-    engines["a"].say(**told(2, stored=hashes(prompt)))  # message 1 was lost
-    engines["a"].say(**told(3, stored=hashes(prompt)))
+    engines["a"].say(**block_changes(2, stored=hashes(prompt)))  # message 1 was lost
+    engines["a"].say(**block_changes(3, stored=hashes(prompt)))
     await read()
     assert engines["a"].watched == 2
     assert picks(router, prompt) == {"a", "b"}
-    engines["a"].say(**told(0, stored=hashes(prompt)))
+    engines["a"].say(**block_changes(0, stored=hashes(prompt)))
     await read()
     assert picks(router, prompt) == {"a"}
     await router.close()
@@ -225,7 +225,8 @@ async def test_adapters_are_told_apart_by_their_content(router: Router) -> None:
     prompt = list(range(1000))
     for name, engine in engines.items():
         engine.say(
-            **told(1, stored=hashes(prompt, adapter_digest="old")), adapters=(LoRAAdapter("x", "p", digest(name)),)
+            **block_changes(1, stored=hashes(prompt, adapter_digest="old")),
+            adapters=(LoRAAdapter("x", "p", digest(name)),),
         )
     await read()
     asked = replace(request(prompt), adapter="x")

@@ -16,7 +16,7 @@ from tests.ingress.harness import CHAT, TEXT, client_of
 from tests.ingress.refused import error_of
 
 
-async def told(client: httpx.AsyncClient, llm: FakeAsyncLLM, body: dict[str, Any], **headers: str) -> ServiceLevel:
+async def level_of(client: httpx.AsyncClient, llm: FakeAsyncLLM, body: dict[str, Any], **headers: str) -> ServiceLevel:
     answer = await client.post(
         "/v1/completions", json=body, headers={k.replace("_", "-"): v for k, v in headers.items()}
     )
@@ -26,7 +26,7 @@ async def told(client: httpx.AsyncClient, llm: FakeAsyncLLM, body: dict[str, Any
 
 
 async def test_without_keys_and_headers_nothing_is_said(client: httpx.AsyncClient, llm: FakeAsyncLLM) -> None:
-    assert await told(client, llm, TEXT) == ServiceLevel()
+    assert await level_of(client, llm, TEXT) == ServiceLevel()
 
 
 async def test_a_key_is_told_by_a_digest_of_its_name(tmp_path: Path) -> None:
@@ -34,7 +34,7 @@ async def test_a_key_is_told_by_a_digest_of_its_name(tmp_path: Path) -> None:
     path.write_text("alice: sk-1\nbob: sk-2\n")
     config = Config.model_validate({"ingress": {"api_keys_file": str(path)}})
     async with client_of(build_asgi_app(llm, config)) as client:  # type: ignore[arg-type]
-        services = [await told(client, llm, TEXT, x_api_key=key) for key in ("sk-1", "sk-2", "sk-1")]
+        services = [await level_of(client, llm, TEXT, x_api_key=key) for key in ("sk-1", "sk-2", "sk-1")]
     alice, bob, again = (service.tenant for service in services)
     assert alice == again != bob
     assert len(alice) == 16
@@ -43,9 +43,11 @@ async def test_a_key_is_told_by_a_digest_of_its_name(tmp_path: Path) -> None:
 
 async def test_targets_and_time_limits(client: httpx.AsyncClient, llm: FakeAsyncLLM) -> None:
     headers = {"x_raylm_ttft_ms": "250", "x_raylm_itl_ms": "40", "request_timeout_ms": "9000"}
-    assert await told(client, llm, TEXT, **headers) == ServiceLevel(ttft_s=0.25, itl_s=0.04, timeout_s=9.0)
-    assert (await told(client, llm, TEXT | {"stream": True}, **headers)).timeout_s is None, "a stream begins at once"
-    assert await told(client, llm, TEXT) == ServiceLevel(), "only for that request"
+    assert await level_of(client, llm, TEXT, **headers) == ServiceLevel(ttft_s=0.25, itl_s=0.04, timeout_s=9.0)
+    assert (await level_of(client, llm, TEXT | {"stream": True}, **headers)).timeout_s is None, (
+        "a stream begins at once"
+    )
+    assert await level_of(client, llm, TEXT) == ServiceLevel(), "only for that request"
 
 
 async def test_a_keys_targets_are_those_of_its_requests_that_name_none(tmp_path: Path) -> None:
@@ -53,8 +55,8 @@ async def test_a_keys_targets_are_those_of_its_requests_that_name_none(tmp_path:
     path.write_text("alice: sk-1 ttft_ms=800 itl_ms=50.5\nbob: sk-2\n")
     config = Config.model_validate({"ingress": {"api_keys_file": str(path)}})
     async with client_of(build_asgi_app(llm, config)) as client:  # type: ignore[arg-type]
-        alice, bob = [await told(client, llm, TEXT, x_api_key=key) for key in ("sk-1", "sk-2")]
-        urgent = await told(client, llm, TEXT, x_api_key="sk-1", x_raylm_ttft_ms="250")
+        alice, bob = [await level_of(client, llm, TEXT, x_api_key=key) for key in ("sk-1", "sk-2")]
+        urgent = await level_of(client, llm, TEXT, x_api_key="sk-1", x_raylm_ttft_ms="250")
     assert [(one.ttft_s, one.itl_s) for one in (alice, bob, urgent)] == [(0.8, 0.0505), (None, None), (0.25, 0.0505)]
 
 

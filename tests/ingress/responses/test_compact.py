@@ -33,7 +33,7 @@ async def compact(client: httpx.AsyncClient, **fields: Any) -> dict[str, Any]:
     return answer.json()  # type: ignore[no-any-return]
 
 
-def said(llm: FakeAsyncLLM) -> list[tuple[str, str]]:
+def rendered_messages(llm: FakeAsyncLLM) -> list[tuple[str, str]]:
     return [(message["role"], message["content"]) for message in llm.rendered[-1].messages]
 
 
@@ -41,25 +41,25 @@ async def test_a_conversation_goes_on_from_its_summary(client: httpx.AsyncClient
     llm.reply = "Launch: Tuesday."
     compacted = await compact(client, input=TALK, instructions="Be brief.")
     first = [("system", "Be brief."), ("user", "We launch on Tuesday."), ("assistant", "Understood.")]
-    assert said(llm) == [*first, ("user", SUMMARIZE)]
+    assert rendered_messages(llm) == [*first, ("user", SUMMARIZE)]
     (item,) = compacted["output"]
     assert item["type"] == "compaction"
     assert "Tuesday" not in item["encrypted_content"]
     assert compacted["usage"]["output_tokens"] == len("Launch: Tuesday.") + 1
     response = await create(client, input=[item, ASK])
     summary = [("user", SUMMARIZE), ("assistant", "Launch: Tuesday."), ("user", ASK["content"])]
-    assert said(llm) == summary
+    assert rendered_messages(llm) == summary
     listed = (await client.get(f"{PATH}/{response['id']}/input_items?order=asc")).json()
     check(listed, "ResponseItemList")
     assert [entry["type"] for entry in listed["data"]] == ["compaction", "message"]
     await create(client, input="And then?", previous_response_id=response["id"])
-    assert said(llm)[:3] == summary
+    assert rendered_messages(llm)[:3] == summary
 
 
 async def test_a_stored_conversation_is_compacted(client: httpx.AsyncClient, llm: FakeAsyncLLM) -> None:
     stored = await create(client, input=TALK)
     compacted = await compact(client, previous_response_id=stored["id"])
-    assert len(said(llm)) == 4
+    assert len(rendered_messages(llm)) == 4
     assert (await client.get(f"{PATH}/{compacted['id']}")).status_code == 404
 
 

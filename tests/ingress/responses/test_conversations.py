@@ -49,7 +49,7 @@ def texts(items: list[dict[str, Any]]) -> list[str]:
     return [part["text"] for item in items for part in item["content"]]
 
 
-def said(llm: FakeAsyncLLM) -> list[tuple[str, str]]:
+def rendered_messages(llm: FakeAsyncLLM) -> list[tuple[str, str]]:
     return [(message["role"], message["content"]) for message in llm.rendered[-1].messages]
 
 
@@ -135,10 +135,10 @@ async def test_a_response_continues_and_adds(
     first = await respond(made["id"], "One")
     assert first["conversation"] == {"id": made["id"]}
     assert violations(first, "Response") == []
-    assert said(llm) == [("user", "Hi"), ("user", "One")]
+    assert rendered_messages(llm) == [("user", "Hi"), ("user", "One")]
     second = await respond({"id": made["id"]}, "Two")
     answers = [texts(response["output"])[0] for response in (first, second)]
-    assert said(llm) == [("user", "Hi"), ("user", "One"), ("assistant", answers[0]), ("user", "Two")]
+    assert rendered_messages(llm) == [("user", "Hi"), ("user", "One"), ("assistant", answers[0]), ("user", "Two")]
     listed = (await get(client, f"/v1/conversations/{made['id']}/items", order="asc"))["data"]
     assert texts(listed) == ["Hi", "One", answers[0], "Two", answers[1]]
     assert violations({"object": "list", "data": listed, "has_more": False, "first_id": "", "last_id": ""},
@@ -151,7 +151,7 @@ async def test_an_item_of_the_conversation_is_referenced_and_not_added_again(
     made = await post(client, "/v1/conversations", items=[HI | {"id": "msg_a"}, HI])
     reference = {"type": "item_reference", "id": "msg_a"}
     await post(client, "/v1/responses", model=MODEL, conversation=made["id"], input=[reference])
-    assert said(llm) == [("user", "Hi")] * 3
+    assert rendered_messages(llm) == [("user", "Hi")] * 3
     listed = (await get(client, f"/v1/conversations/{made['id']}/items"))["data"]
     assert [item["role"] for item in listed] == ["assistant", "user", "user"]
 

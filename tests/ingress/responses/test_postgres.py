@@ -28,7 +28,7 @@ JOB: dict[str, Any] = {"job": b"job", "maker": "m"}
 
 
 @pytest.fixture
-def own() -> Iterator[Postgres]:
+def own_server() -> Iterator[Postgres]:
     """A server that the test may stop."""
     if (reason := lacking()) is not None:
         pytest.skip(reason)
@@ -43,7 +43,7 @@ def opened(server: Postgres, application: str) -> ResponseStore:
     return store
 
 
-async def back(store: ResponseStore) -> None:
+async def wait_for_server(store: ResponseStore) -> None:
     """Wait until the server answers again."""
     async with asyncio.timeout(300):
         while True:
@@ -83,15 +83,15 @@ async def test_what_one_store_writes_wakes_those_that_wait_at_another(
         assert await following == ([], "cancelled")
 
 
-async def test_those_that_wait_hear_of_what_happened_while_the_server_was_away(own: Postgres) -> None:
-    one = opened(own, "app")
+async def test_those_that_wait_hear_of_what_happened_while_the_server_was_away(own_server: Postgres) -> None:
+    one = opened(own_server, "app")
     await one.put("me", "a", record("", "queued"), **JOB)
     cancelled = asyncio.create_task(one.until_cancelled("me", "a"))
     await asyncio.sleep(0.2)
-    other = opened(own, "app")
-    own.stop()
-    own.start()
-    await back(other)
+    other = opened(own_server, "app")
+    own_server.stop()
+    own_server.start()
+    await wait_for_server(other)
     await other.cancel("me", "a")
     async with asyncio.timeout(300):
         await cancelled
@@ -138,71 +138,73 @@ async def test_an_ingress_that_falls_silent_while_it_writes_keeps_no_other_from_
 
 
 async def test_without_the_server_calls_fail_and_go_on_when_it_is_back(
-    own: Postgres, caplog: pytest.LogCaptureFixture
+    own_server: Postgres, caplog: pytest.LogCaptureFixture
 ) -> None:
-    store = opened(own, "app")
+    store = opened(own_server, "app")
     await store.put("me", "a", record("a"))
-    own.stop()
+    own_server.stop()
     for _ in range(3):
         with pytest.raises(StoreLostError) as caught:
             await store.get("me", "a")
         assert caught.value.status == 503
     assert len([line for line in caplog.messages if "ingress.store" in line]) == 1
-    own.start()
-    await back(store)
+    own_server.start()
+    await wait_for_server(store)
     assert await store.get("me", "a") == record("a")
 
 
-async def test_a_connection_that_the_server_closed_is_opened_again_unnoticed(own: Postgres) -> None:
-    store = opened(own, "app")
+async def test_a_connection_that_the_server_closed_is_opened_again_unnoticed(own_server: Postgres) -> None:
+    store = opened(own_server, "app")
     await store.put("me", "a", record("a"))
-    own.stop()
-    own.start()
+    own_server.stop()
+    own_server.start()
     await store.put("me", "b", record("b"))
     assert await store.get("me", "a") == record("a")
 
 
-async def test_a_server_that_falls_silent_is_lost_within_a_limit(own: Postgres) -> None:
+async def test_a_server_that_falls_silent_is_lost_within_a_limit(own_server: Postgres) -> None:
     """The server's machine acknowledges packets, so the connection itself never ends."""
-    store = opened(own, "app")
+    store = opened(own_server, "app")
     await store.put("me", "a", record("a"))
-    own.freeze()
+    own_server.freeze()
     calls = await asyncio.gather(*(store.get("me", "a") for _ in range(20)), return_exceptions=True)
     assert {type(call) for call in calls} == {StoreLostError}
     with pytest.raises(StoreLostError):
         await store.put("me", "b", record("b"))
-    own.freeze(frozen=False)
-    await back(store)
+    own_server.freeze(frozen=False)
+    await wait_for_server(store)
     assert await store.get("me", "a") == record("a")
 
 
-async def test_what_clients_see_of_a_server_that_is_away(own: Postgres) -> None:
+async def test_what_clients_see_of_a_server_that_is_away(own_server: Postgres) -> None:
     """Stored responses give 503 while other requests work. After the server is back, all requests work again."""
     assert (PostgresDatabase.answer_s or 99) < 5
-    async with replica(Place(own.url, "app")) as one:
+    async with replica(Place(own_server.url, "app")) as one:
         stored = (await one.create(background=False)).json()
-        own.stop()
+        own_server.stop()
         path = f"{PATH}/{stored['id']}"
         refused = (await one.client.get(path), await one.create(), await one.client.delete(path))
         assert [error_of(answer, 503)["code"] for answer in refused] == ["store_lost"] * 3
         answer = (await one.create(background=False)).json()
         assert (answer["status"], answer["store"]) == ("completed", False)
-        own.start()
-        await back(one.responses._store)
+        own_server.start()
+        await wait_for_server(one.responses._store)
         assert (await one.client.get(path)).json() == stored
         made = (await one.create()).json()
         assert (await status(one.client, made["id"]))["status"] == "completed"
 
 
-async def test_a_job_is_not_lost_because_the_server_was_away(own: Postgres, monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_a_job_is_not_lost_because_the_server_was_away(
+    own_server: Postgres, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """The first maker that reaches the server again waits until other makers can have renewed their jobs."""
     clock = [1000.0]
-    one, other = (ResponseStore(PostgresDatabase(own.url, "app", lambda: clock[0])) for _ in range(2))
+    one, other = (ResponseStore(PostgresDatabase(own_server.url, "app", lambda: clock[0])) for _ in range(2))
     await one.put("me", "a", record("", "queued"), **JOB)
     clock[0] += 2 * LEASE_S
-    own.stop()
-    own.start()
-    await back(other)
+    own_server.stop()
+    own_server.start()
+    await wait_for_server(other)
     assert await other.renew("other", 9) == []
     clock[0] += LEASE_S - 1
     assert await one.renew("m", 9, ["a"]) == []
@@ -212,13 +214,13 @@ async def test_a_job_is_not_lost_because_the_server_was_away(own: Postgres, monk
     assert [job.response_id for job in await other.renew("other", 9)] == ["a"]
 
 
-async def test_a_store_opens_while_the_server_is_away(own: Postgres) -> None:
-    own.stop()
-    store = opened(own, "app")
+async def test_a_store_opens_while_the_server_is_away(own_server: Postgres) -> None:
+    own_server.stop()
+    store = opened(own_server, "app")
     with pytest.raises(StoreLostError):
         await store.get("me", "a")
-    own.start()
-    await back(store)
+    own_server.start()
+    await wait_for_server(store)
     await store.put("me", "a", record("a"))
     assert await store.get("me", "a") == record("a")
 

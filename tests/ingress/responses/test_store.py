@@ -139,7 +139,7 @@ async def test_any_history_of_puts_and_deletes_against_a_plain_model(place: Plac
     assert store._one("SELECT COUNT(*) FROM responses") == (0,)
 
 
-def told(last: int, tokens: int) -> ToldEvents:
+def told_events(last: int, tokens: int) -> ToldEvents:
     return ToldEvents(last, tokens, orjson.dumps([{"sequence_number": last}]))
 
 
@@ -147,8 +147,8 @@ async def test_jobs_survive_their_makers(place: Place) -> None:
     clock = Clock()
     store = ResponseStore(place.open(clock))
     await store.put("me", "a", record("a", "queued"), None, b"job", "first")
-    await store.put("me", "a", record("b", "in_progress"), None, None, "first", told(4, 3))
-    await store.append("a", "first", told(6, 5))
+    await store.put("me", "a", record("b", "in_progress"), None, None, "first", told_events(4, 3))
+    await store.append("a", "first", told_events(6, 5))
     assert await store.renew("second", 9) == []
     clock.now += LEASE_S - 1
     assert await store.renew("first", 9, ["a"]) == []
@@ -160,12 +160,12 @@ async def test_jobs_survive_their_makers(place: Place) -> None:
     (lost,) = await store.renew("second", 9)
     assert (lost.owner, lost.response_id, lost.job, lost.last, lost.tokens) == ("me", "a", b"job", 6, 5)
     assert await store.renew("third", 9) == []
-    await store.append("a", "first", told(8, 7))  # a replaced maker's events are ignored
-    await store.put("me", "a", record("stale"), None, None, "first", told(9, 9))
+    await store.append("a", "first", told_events(8, 7))  # a replaced maker's events are ignored
+    await store.put("me", "a", record("stale"), None, None, "first", told_events(9, 9))
     found = await store.follow("me", "a", -1)
     assert found is not None
     assert [orjson.loads(batch)[0]["sequence_number"] for batch in found[0]] == [4, 6]
-    await store.put("me", "a", record("done"), None, None, "second", told(9, 9))
+    await store.put("me", "a", record("done"), None, None, "second", told_events(9, 9))
     assert await store.get("me", "a") == record("done")
     clock.now += 2 * LEASE_S
     assert await store.renew("third", 9) == []
@@ -211,7 +211,7 @@ async def test_who_brings_down_its_makers_fails(place: Place) -> None:
     clock = Clock()
     store = ResponseStore(place.open(clock))
     streamed = orjson.dumps(orjson.loads(record("", "queued")) | {"streamed": True})
-    await store.put("", "a", streamed, None, b"job", "0", told(1, 0))
+    await store.put("", "a", streamed, None, b"job", "0", told_events(1, 0))
     for number in range(1, MOST_MAKERS):
         clock.now += 2 * LEASE_S
         assert len(await store.renew(str(number), 9)) == 1
@@ -284,7 +284,7 @@ async def test_any_life_of_responses_and_jobs_is_counted(place: Place) -> None:
         before = luck.choice([None, *(str(one) for one in range(max(0, number - 5), number))])
         kind = luck.random()
         if kind < 0.3:
-            await store.put(owner, name, record(name, "queued"), before, b"j" * 300, "m", told(0, 0))
+            await store.put(owner, name, record(name, "queued"), before, b"j" * 300, "m", told_events(0, 0))
             jobs.append((owner, name))
         else:
             await store.put(owner, name, record("x" * luck.randrange(2000)), before)
@@ -292,14 +292,14 @@ async def test_any_life_of_responses_and_jobs_is_counted(place: Place) -> None:
             of, job = jobs.pop(luck.randrange(len(jobs)))
             way = luck.randrange(4)
             if way == 0:
-                await store.put(of, job, record("done"), None, None, "m", told(3, 3))
+                await store.put(of, job, record("done"), None, None, "m", told_events(3, 3))
             elif way == 1:
                 await store.cancel(of, job)
             elif way == 2:
                 await store.delete(of, job)
             else:
-                await store.put(of, job, record("more", "in_progress"), None, None, "m", told(3, 3))
-                await store.append(job, "m", told(5, 4))
+                await store.put(of, job, record("more", "in_progress"), None, None, "m", told_events(3, 3))
+                await store.append(job, "m", told_events(5, 4))
         if luck.random() < 0.1:
             clock.now += 2 * LEASE_S
             await store.renew("m", 9)
