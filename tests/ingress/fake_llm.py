@@ -108,10 +108,7 @@ class FakeAsyncLLM:
         params: PoolingParams,
         head: RequestHead,
     ) -> AsyncGenerator[RequestOutput, None]:
-        """The first byte gives the vector's angle, in steps of 1/256 of a quarter turn.
-
-        So similar bytes have similar vectors.
-        """
+        """The first byte is the vector's angle, in 1/256 of a quarter turn, so similar bytes have similar vectors."""
         self.pooling_defaults.check(params)
         ids = list(prompt.encode()) if isinstance(prompt, str) else prompt
         if not ids:

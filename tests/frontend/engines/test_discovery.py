@@ -1,4 +1,4 @@
-"""Discovery without Ray, and Discovery while Ray's control plane does not answer."""
+"""Discovery, tested without Ray: its behaviour when Ray's control plane does not answer."""
 
 from __future__ import annotations
 

@@ -73,10 +73,7 @@ async def test_where_prompts_never_come_again_ingresses_keep_apart() -> None:
 
 
 async def test_what_only_this_process_has_just_sent_teaches_nothing() -> None:
-    """The router's own memory finds later requests of a burst.
-
-    That does not show that other ingresses send the same.
-    """
+    """The router's own memory finds later requests of a burst, which says nothing about other ingresses."""
     router = await ingress(0)
     prompt, found = [7] * 2000, []
     for key in range(20):

@@ -151,7 +151,7 @@ async def test_what_it_answers_itself_has_the_envelope_of_both_apis(haproxy: Any
 async def test_a_client_that_waits_for_an_answer_keeps_its_connection(
     haproxy: Any, replica: Replica, apart: bool
 ) -> None:
-    """Longer than other connections whose limits begin later."""
+    """It outlives connections whose limits began later."""
     port = haproxy.cfg.http_options.port
     writer = await ask(port, replica, apart)
     later, idle = await asyncio.open_connection("127.0.0.1", port)
