@@ -377,7 +377,7 @@ def test_who_waits_while_a_graph_is_recorded_is_told(machine: Gpu, path: Path, m
         return forward(self, input_ids, positions, plan)
 
     monkeypatch.setattr(ModuleForward, "run_planned", looking)
-    with pytest.raises(AssertionError, match="somebody waits while a graph is recorded"):
+    with pytest.raises(AssertionError, match="the host waits while a graph is recorded"):
         start(path)
 
 
