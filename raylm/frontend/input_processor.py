@@ -59,7 +59,7 @@ class RequestHead:
     @property
     def told_before(self) -> tuple[int | None, ...] | None:
         """Like ``told``, but None for a request that did not begin on an earlier connection."""
-        return self.told if self.told or self.is_resumed else None
+        return self.told if self.told or self.is_resumed or self.stream else None
 
     def nth(self, place: int, param: str | None = None) -> RequestHead:
         """The head of prompt ``place`` of a request with several prompts. ``param`` is the field of the prompt."""

@@ -154,7 +154,8 @@ class PromptState(RoutedPrompt):
 
     def advance(self, delta: CompletionDelta, ended: FinishReason | None, now: float) -> Sequence[int]:
         """Deliver new tokens of one sequence. Returns the indexes of sequences that the engine can stop."""
-        self.drawn[delta.index] += delta.token_ids
+        drawn, num_kept = self.drawn[delta.index], len(self.drawn[delta.index])
+        drawn += delta.token_ids
         try:
             told = self._take_told(delta) if self.told else None
             before = [] if told is None else self._read(told, None)
@@ -171,11 +172,10 @@ class PromptState(RoutedPrompt):
             self.fail(known)
             self.part.last_token = now
             return range(len(self.texts))
-        for part in before:
-            self._put(part)
-        num_tokens, finish_reason = 0, news[-1].finish_reason
-        for part in news:
-            num_tokens += len(part.token_ids)
+        num_tokens, finish_reason = sum(len(part.token_ids) for part in news), news[-1].finish_reason
+        num_kept += num_tokens + sum(len(part.token_ids) for part in before)
+        del drawn[num_kept:]  # tokens after a stop string or a last tool call are not served, nor charged
+        for part in (*before, *news):
             self._put(part)
         self._measure(delta.index, num_tokens, finish_reason, now)
         if self.finished:

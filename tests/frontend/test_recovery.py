@@ -374,3 +374,25 @@ async def test_an_ingress_waits_for_an_engine_that_lasts(lasting: AsyncLLM) -> N
     lasting.add_engine(second)
     async with asyncio.timeout(300):
         await ready
+
+
+async def test_tokens_come_once_if_their_message_lets_another_engine_take_over(lasting: AsyncLLM) -> None:
+    """The second engine lacks an adapter of the draining engine, until a message with a token removes the adapter."""
+    first, second = PlayedEngine("first"), PlayedEngine("second")
+    lasting.add_engine(first)
+    first.say(adapters=(LoRAAdapter("tuned", "/adapters/tuned"),))
+    await until(lambda: "tuned" in lasting.adapters.known)
+    call = asyncio.create_task(read(lasting, [5], SamplingParams(max_tokens=4, ignore_eos=True)))
+    await until(lambda: bool(first.added))
+    key = first.added[0].key
+    first.say((key, 0, [7], None), draining=True)
+    await until(lambda: first.draining)
+    lasting.add_engine(second)
+    second.say(adapters=())
+    await until(lambda: bool(second.loaded))
+    assert not second.added
+    first.say((key, 0, [8], None), adapters=())
+    await until(lambda: bool(second.added))
+    assert second.added[0].drawn == ((7, 8),)
+    second.say((second.added[0].key, 0, [9, 10], "length"))
+    assert await call == {0: [7, 8, 9, 10]}

@@ -4,11 +4,12 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Awaitable, Callable, Iterator
-from contextlib import contextmanager
+from contextlib import aclosing, contextmanager
+from dataclasses import replace
 
 import pytest
 
-from raylm.errors import OverloadedError, ShuttingDownError
+from raylm.errors import OverloadedError, RateLimitError, ShuttingDownError
 from raylm.frontend import (
     Admission,
     ApiKey,
@@ -24,7 +25,11 @@ from raylm.frontend import (
     Timelines,
     current_id,
 )
+from raylm.frontend.text.tokenizer import Tokenizer
+from raylm.messages import ParkedTokens
 from raylm.params import SamplingParams
+from tests.frontend.played_engine import PlayedEngine
+from tests.frontend.test_with_engine_core import until
 
 FROM = Arrival("a", "/v1/completions")
 
@@ -143,6 +148,38 @@ async def test_tokens_that_were_claimed_are_given_back_when_nothing_was_generate
         request = Request(Arrival("a", "/", key), llm.timelines, llm.admission, state)
         await llm.reserve([[5, 6]], SamplingParams(max_tokens=90), [RequestHead(request_id="a", request=request)])
         request.end()
+    await state.close()
+
+
+@pytest.mark.parametrize("is_resumed", [False, True])
+async def test_a_key_pays_for_no_token_behind_a_stop_string(
+    llm: AsyncLLM, engine: PlayedEngine, tokenizer: Tokenizer, is_resumed: bool
+) -> None:
+    """One message has the stop string and later tokens: accepted drafts, or tokens that were parked for a stream."""
+    state, limits = StateClient(), KeyLimits(tokens_per_minute=1000)
+    request = Request(
+        Arrival("r", "/v1/completions", ApiKey("alice", limits=limits)), llm.timelines, Admission(), state
+    )
+    head = RequestHead(request_id="r", request=request)
+    token_ids = tokenizer.encode_now("ab." + "z" * 40, add_special_tokens=False)
+    if is_resumed:
+        engine.parked["stream"] = ParkedTokens([token_ids], [None], [None])
+        head = replace(head, told=(1,), resumable_as="stream", is_resumed=True, stream="stream")
+
+    async def read() -> int:
+        async with aclosing(llm.generate([5, 6, 7], SamplingParams(max_tokens=100, stop=("b.",)), head)) as outputs:
+            return sum([len(delta.token_ids) async for output in outputs for delta in output.deltas])
+
+    call = asyncio.create_task(read())
+    if not is_resumed:
+        await until(lambda: bool(engine.added))
+        engine.say((engine.added[0].key, 0, token_ids, None))
+    num_tokens = await call
+    request.end()
+    assert num_tokens < len(token_ids)
+    await state.claim("alice", limits, 1000 - (num_tokens - 1 if is_resumed else 3 + num_tokens))
+    with pytest.raises(RateLimitError):
+        await state.claim("alice", limits, 1)
     await state.close()
 
 

@@ -299,11 +299,11 @@ class Router(Generic[P]):
         try:
             async for outputs in engine.client.outputs():
                 engine.on_outputs(outputs, self._clock())
+                if stops := self._deliver(self._prompts, outputs):  # before another engine can take over the prompts
+                    engine.client.stop(stops)
                 if outputs.adapters is not None:
                     self.adapters.on_report(engine.client, outputs.adapters)
                     self._on_engines()
-                if stops := self._deliver(self._prompts, outputs):
-                    engine.client.stop(stops)
                 if self._recovery.on_trial is not None:
                     self._recovery.check_trial()
                 if outputs.draining and not engine.client.draining:

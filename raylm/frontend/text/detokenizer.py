@@ -22,7 +22,7 @@ class Detokenizer:
     quadratic. So when ``MOST_HELD`` tokens are held, they are decoded up to a place that does not cut a character.
     """
 
-    __slots__ = ("_added", "_backend", "_context", "_held", "_last_added", "_skip", "_stream")
+    __slots__ = ("_added", "_anchor", "_backend", "_context", "_held", "_last_added", "_skip", "_stream")
 
     def __init__(self, tokenizer: Tokenizer, params: SamplingParams) -> None:
         self._backend = tokenizer.backend
@@ -31,19 +31,24 @@ class Detokenizer:
         self._added: Mapping[int, str] = {} if apart else tokenizer.added_tokens
         self._last_added = False
         self._stream = DecodeStream(skip_special_tokens=self._skip)
-        self._context: list[
-            int
-        ] = []  # the tokens of the last piece: the text of a token depends on the tokens before it
+        # The tokens of the last piece. The text of a token depends on the tokens before it.
+        self._context: list[int] = []
+        self._anchor: list[int] = []  # the tokens of the last piece that does not end in U+FFFD
         self._held: list[int] = []
 
     def push(self, token_id: int) -> str:
         """Add a token. Returns the text that became final, "" while a character is incomplete."""
         self._held.append(token_id)
-        piece = self._step(token_id)
-        if piece:
-            self._context, self._held = self._held, []
-        elif len(self._held) >= MOST_HELD:
-            piece = self._let_go()
+        try:
+            piece = self._stream.step(self._backend, token_id) or ""
+        except Exception:  # tokenizers raises a bare Exception if later bytes change earlier text
+            piece = self._cut(len(self._held))
+        else:
+            if piece:
+                self._context = self._anchor = self._held
+                self._held = []
+            elif len(self._held) >= MOST_HELD:
+                piece = self._let_go()
         if self._added:
             piece = self._close_up(token_id, piece)
         return piece
@@ -53,12 +58,6 @@ class Detokenizer:
         held, self._held = self._held, []
         return self._text_after(self._context, held) if held else ""
 
-    def _step(self, token_id: int) -> str:
-        try:
-            return self._stream.step(self._backend, token_id) or ""
-        except Exception:  # tokenizers raises a bare Exception if later bytes change earlier text
-            return self._let_go()
-
     def _let_go(self) -> str:
         """Decode the held tokens up to a place that does not cut a character, and start a new stream after it."""
         held, whole = self._held, self._text_after(self._context, self._held)
@@ -66,9 +65,22 @@ class Detokenizer:
             head = self._text_after(self._context, held[:cut])
             if head + self._text_after(held[:cut], held[cut:]) == whole:
                 break
-        self._context, self._held = held[:cut], []
-        self._stream = DecodeStream(skip_special_tokens=self._skip)
-        return head + "".join(map(self.push, held[cut:]))
+        return self._cut(cut) + "".join(map(self.push, held[cut:]))
+
+    def _cut(self, count: int) -> str:
+        """Decode the first ``count`` held tokens, drop the others, and start a new stream.
+
+        The new stream begins with the tokens of an earlier piece. Without them, a decoder that strips the first space
+        of a text would strip the space of the next word.
+        """
+        held, self._held = self._held[:count], []
+        text = self._text_after(self._context, held)
+        if text:
+            self._context = held
+        if text and not text.endswith("\ufffd"):
+            self._anchor = held
+        self._stream = DecodeStream(self._anchor, skip_special_tokens=self._skip)
+        return text
 
     def _text_after(self, context: list[int], token_ids: list[int]) -> str:
         before = self._backend.decode(context, skip_special_tokens=self._skip)

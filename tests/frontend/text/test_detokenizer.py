@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import re
+
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
@@ -40,9 +42,22 @@ def test_byte_fallback_text_comes_back(fallback_tokenizer: Tokenizer, text: str)
     assert "".join(pieces(fallback_tokenizer, token_ids)) == whole
 
 
-@given(st.lists(st.integers(0, 292), max_size=60))
-def test_bytes_that_are_no_text_do_no_harm(fallback_tokenizer: Tokenizer, token_ids: list[int]) -> None:
-    assert isinstance("".join(pieces(fallback_tokenizer, token_ids)), str)
+@given(st.integers(259, 292), st.lists(st.integers(0, 2) | st.integers(131, 258) | st.integers(259, 292), max_size=60))
+def test_words_among_bytes_that_are_no_text_keep_their_spaces(
+    fallback_tokenizer: Tokenizer, first: int, others: list[int]
+) -> None:
+    """The tokens are special tokens, bytes from 0x80, and words. The decoder strips the first space of a text."""
+    token_ids = [first, *others]
+    whole = fallback_tokenizer.backend.decode(token_ids, skip_special_tokens=True)
+    text = "".join(pieces(fallback_tokenizer, token_ids))
+    assert re.sub("[^a-z ]", "", text) == re.sub("[^a-z ]", "", whole)
+
+
+@pytest.mark.parametrize("count", [MOST_HELD - 1, MOST_HELD, 3 * MOST_HELD])
+def test_a_word_after_many_skipped_tokens_keeps_its_space(fallback_tokenizer: Tokenizer, count: int) -> None:
+    token_ids = fallback_tokenizer.encode_now("a dog", add_special_tokens=False)
+    end, the = map(fallback_tokenizer.backend.token_to_id, ("</s>", "▁the"))
+    assert "".join(pieces(fallback_tokenizer, [*token_ids, *[end] * count, the, the])) == "a dog the the"
 
 
 def test_text_goes_on_after_many_bytes_that_are_no_text(tokenizer: Tokenizer) -> None:
