@@ -327,7 +327,7 @@ class Scheduler:
         for seq_id, reason in result.failed:
             self._fail(seq_id, RayLMError(reason), outputs)
         for seq_id, reason in result.undrawable:
-            self._fail(seq_id, InvalidRequestError(f"No token can be drawn: {reason}."), outputs)
+            self._fail(seq_id, self._undrawable(seq_id, reason), outputs)
         self._count_chunks(plan)
         for seq_id in result.deferred:
             if seq_id in self._sequences:
@@ -341,6 +341,13 @@ class Scheduler:
         self.counters.count_step(plan.num_tokens + result.drafted_tokens)
         now = self.clock()
         return {client_id: entry.columns(result, self.stats(client_id), now) for client_id, entry in outputs.items()}
+
+    def _undrawable(self, seq_id: int, reason: str) -> InvalidRequestError:
+        """The error of a sequence whose parameters leave no token. It names the first parameter that may be why."""
+        params = self._sequences[seq_id].state.request.params if seq_id in self._sequences else None
+        names = ("allowed_token_ids", "bad_words", "min_tokens")
+        param = next((name for name in names if getattr(params, name, None)), None)
+        return InvalidRequestError(f"No token can be drawn: {reason}.", param=param)
 
     def stats(self, client_id: str | None = None) -> EngineStats:
         """The stats for a client. Without a client, ``others`` is empty."""

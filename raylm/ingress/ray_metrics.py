@@ -60,4 +60,10 @@ class RayMetrics:
                 if name not in self._gauges:
                     labels = ("application", *sample.labels)
                     self._gauges[name] = self._create(name, family.documentation, labels)
-                self._gauges[name].set(sample.value, {"application": self._application, **sample.labels})
+                tags = {"application": self._application, **sample.labels}
+                self._gauges[name].set(sample.value, {tag: _ascii(value) for tag, value in tags.items()})
+
+
+def _ascii(text: str) -> str:
+    """Escape other characters like Python's repr, because Ray encodes the values of tags as ASCII."""
+    return text.encode("ascii", "backslashreplace").decode("ascii")

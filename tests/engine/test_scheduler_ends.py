@@ -111,11 +111,12 @@ def test_what_a_request_forbids_itself_is_its_clients_fault_and_its_prompt_is_st
     engine = Engine(num_blocks=20)
     engine.add([1] * 9, key=0)
     engine.step()
-    engine.add([1] * 9, key=1)
+    engine.add([1] * 9, key=1, bad_words=("a",), min_tokens=1)
     out = engine.update(engine.schedule(), 5, undrawable=[(1, "nothing is left")])
     assert out is not None
     ((key, error),) = out.errors
     assert (key, type(error), error.message) == (1, InvalidRequestError, "No token can be drawn: nothing is left.")
+    assert error.param == "bad_words"
     engine.add([1] * 9, key=2)
     again = engine.schedule()
     assert again.num_computed[again.seq_ids.index(again.new[0].seq_id)] == 8

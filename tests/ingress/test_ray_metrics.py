@@ -20,6 +20,9 @@ vllm:time_to_first_token_seconds_bucket{model_name="m",le="1.0"} 2.0
 vllm:time_to_first_token_seconds_bucket{model_name="m",le="+Inf"} 3.0
 vllm:time_to_first_token_seconds_count{model_name="m"} 3.0
 vllm:time_to_first_token_seconds_sum{model_name="m"} 4.5
+# HELP raylm:requests_total Requests.
+# TYPE raylm:requests_total counter
+raylm:requests_total{key="josé"} 2.0
 # HELP process_open_fds Files.
 # TYPE process_open_fds gauge
 process_open_fds 9.0
@@ -46,6 +49,7 @@ class Gauges:
 
         def set(self, value: float, tags: dict[str, str]) -> None:
             assert set(tags) == set(self._keys)
+            assert all(text.isascii() for text in tags.values()), "Ray encodes tags as ASCII"
             self._owner.values[self._name, frozenset(tags.items())] = value
 
 
@@ -66,6 +70,7 @@ def test_each_sample_is_a_gauge() -> None:
         (f"{ttft}_bucket", frozenset({*both, ("le", "+Inf")})): 3,
         (f"{ttft}_count", frozenset(both)): 3,
         (f"{ttft}_sum", frozenset(both)): 4.5,
+        ("raylm_requests_total", frozenset({("application", "chat"), ("key", "jos\\xe9")})): 2,
     }
     assert len(gauges.made) == len(set(gauges.made))
 

@@ -22,6 +22,7 @@ PARAM_NAMES = {
     "reasoning_effort": "output_config.effort",
     "thinking_token_budget": "thinking.budget_tokens",
     "parallel_tool_calls": "tool_choice.disable_parallel_tool_use",
+    "continue_final_message": "messages",
 }
 _TOOL_CHOICES = {"auto": "auto", "any": "required", "none": "none"}
 
@@ -260,10 +261,16 @@ class CountTokensRequest(Body):
         fields = self.chat_fields() | {
             "model": self.model,
             "messages": system + [turn for message in self.messages for turn in _turns(message)],
-            "continue_final_message": self.messages[-1]["role"] == "assistant",
+            "continue_final_message": self.messages[-1]["role"] == "assistant" and not self._ends_with_a_call,
             "tools": [_function(tool) for tool in self.tools or ()] or None,
         }
         return ChatCompletionRequest.parse({name: value for name, value in fields.items() if value is not None})
+
+    @property
+    def _ends_with_a_call(self) -> bool:
+        """Whether the last message has a tool_use block."""
+        content: Any = self.messages[-1]["content"]
+        return isinstance(content, list) and any(block["type"] == "tool_use" for block in content)
 
     def chat_fields(self) -> JSONObject:
         """tool_choice, thinking and output_config as fields of a chat completion."""
@@ -303,6 +310,9 @@ class MessagesRequest(CountTokensRequest):
         budget = self.thinking.budget_tokens if self.thinking is not None else None
         if budget is not None and budget >= self.max_tokens:
             raise refuse("it must be less than 'max_tokens'", at="thinking.budget_tokens")
+        if self._ends_with_a_call:
+            rule = "a tool_use block needs a next message with its tool_result"
+            raise refuse(rule, at=f"messages[{len(self.messages) - 1}].content")
         return self
 
     def chat_fields(self) -> JSONObject:

@@ -47,7 +47,10 @@ class Histories:
         # random, because without keys anyone who knows the id may read the response
         response_id = f"resp_{uuid.uuid4().hex}"
         before = await self.before(body, owner)
-        return response_id, Given(await self.read(body.input, owner, response_id, before), before)
+        items = await self.read(body.input, owner, response_id, before)
+        if body.conversation is not None:
+            _check_ids(items, before)
+        return response_id, Given(items, before)
 
     async def read(
         self, given: Input, owner: str, response_id: str, before: list[JSONObject] | None = None
@@ -105,6 +108,20 @@ class Histories:
                 )
                 raise NotFoundError(message, param=f"input[{place}].id")
         return [found[referred[place]] if place in referred else item for place, item in enumerate(items)]
+
+
+def _check_ids(items: list[JSONObject], before: list[JSONObject]) -> None:
+    """Refuse an item of the caller whose id belongs to another item of the conversation, which stores an id once.
+
+    The model's items may be sent again in any form.
+    """
+    known = {item["id"]: item for item in before}
+    for place, item in enumerate(items):
+        other = known.setdefault(item["id"], item)
+        is_text = item.get("role") in ("user", "system", "developer")
+        text = "output" if item["type"].endswith("_output") else "content" if is_text else ""
+        if item.get(text) != other.get(text):
+            raise wrong(f"input[{place}].id", "the conversation already has another item with this id")
 
 
 async def turn_of(conversation: str, items: list[JSONObject]) -> ConversationTurn:

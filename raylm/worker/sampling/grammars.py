@@ -204,6 +204,9 @@ class AnswerMatcher:
             self.pace.slow = True
 
     def _step(self, matcher: LLMatcher, tokens: list[int]) -> None:
+        if tokens and not (self.over or self._allows(tokens[0])):
+            self._end()  # no token could be drawn, which has failed the sequence already
+            return
         for token in tokens:
             if not matcher.is_stopped():
                 matcher.consume_token(token)
@@ -212,8 +215,15 @@ class AnswerMatcher:
         if matcher.is_error():
             self._fail(matcher.get_error())
 
+    def _allows(self, token: int) -> bool:
+        """Whether the mask allows a token."""
+        return bool(self._mask[token >> 5] >> (token & 31) & 1)
+
     def _fail(self, reason: str) -> None:
         kind = _KIND_OF_ERROR.match(reason)[0]  # type: ignore[index]  # the rest may contain part of the answer
         logger.warning("a grammar failed: %s", kind, extra=about("grammar.failed"))
+        self._end()
+
+    def _end(self) -> None:
         self.failed, self.over, self._matcher = True, False, None
         self._mask[:] = 0

@@ -199,6 +199,19 @@ async def test_a_begun_answer_goes_on(client: httpx.AsyncClient, llm: FakeAsyncL
     assert not llm.rendered[0].add_generation_prompt
 
 
+async def test_a_call_at_the_end_lacks_its_result(client: httpx.AsyncClient) -> None:
+    """count_tokens accepts it, because an agent may count before it runs the tool."""
+    call = {"type": "tool_use", "id": "t1", "name": "f", "input": {}}
+    messages = [*BODY["messages"], {"role": "assistant", "content": [{"type": "text", "text": "Well,"}, call]}]
+    refused = await client.post(PATH, json=BODY | {"messages": messages, "tools": TOOLS})
+    assert "messages[1].content" in error_of(refused)["message"]
+    counted = await client.post(f"{PATH}/count_tokens", json={"model": MODEL, "messages": messages, "tools": TOOLS})
+    assert counted.json()["input_tokens"] > 0
+    messages[1]["content"] = []
+    refused = await client.post(PATH, json=BODY | {"messages": messages})
+    assert "continue_final_message" not in error_of(refused)["message"]
+
+
 async def test_counted_tokens_are_those_of_the_message(client: httpx.AsyncClient, llm: FakeAsyncLLM) -> None:
     body = {"model": MODEL, "messages": BODY["messages"], "system": "S", "tools": TOOLS}
     counted = (await client.post(f"{PATH}/count_tokens", json=body)).json()

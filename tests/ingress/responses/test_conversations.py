@@ -156,6 +156,21 @@ async def test_an_item_of_the_conversation_is_referenced_and_not_added_again(
     assert [item["role"] for item in listed] == ["assistant", "user", "user"]
 
 
+async def test_an_input_has_no_id_of_another_item(client: httpx.AsyncClient) -> None:
+    """An item that is sent again stays in its place. The model's items may come again in another form."""
+    made = await post(client, "/v1/conversations", items=[HI | {"id": "msg_a"}])
+    options = {"model": MODEL, "conversation": made["id"]}
+    (answer,) = (await post(client, "/v1/responses", **options, input=[HI | {"id": "msg_a"}, HI]))["output"]
+    bye = {"role": "user", "content": "Bye"}
+    for given in ([HI, bye | {"id": "msg_a"}], [HI | {"id": "msg_b"}, bye | {"id": "msg_b"}]):
+        error = (await post(client, "/v1/responses", 400, **options, input=given))["error"]
+        assert error["param"] == "input[1].id"
+    shortened = {"type": "message", "role": "assistant", "id": answer["id"], "content": "…"}
+    await post(client, "/v1/responses", **options, input=[shortened, bye])
+    listed = (await get(client, f"/v1/conversations/{made['id']}/items", order="asc"))["data"]
+    assert [item["role"] for item in listed] == ["user", "user", "assistant", "user", "assistant"]
+
+
 async def test_what_fails_adds_nothing(client: httpx.AsyncClient, llm: FakeAsyncLLM) -> None:
     made = await post(client, "/v1/conversations", items=[HI])
     llm.fail_after = 1
