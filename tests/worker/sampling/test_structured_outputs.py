@@ -171,12 +171,11 @@ def test_nothing_left_fails_the_row_alone(caplog: pytest.LogCaptureFixture) -> N
     batch = new_batch()
     batch.add(sequence(0, Spec(choice=("yes",)), allowed_token_ids=(50, 51)))
     batch.add(sequence(1, Spec(choice=("yes",))))
-    rows = batch.rows([0, 1])
-    for _ in range(2):
-        drawn = Sampler().sample(torch.randn(2, VOCAB), rows, batch)
-        assert [position for position, _ in drawn.failed] == [0]
-        assert "form of the answer" in drawn.failed[0][1]
-        batch.append_tokens(rows, drawn.token_ids)
+    drawn = Sampler().sample(torch.randn(2, VOCAB), batch.rows([0, 1]), batch)
+    assert [position for position, _ in drawn.failed] == [0]
+    assert "form of the answer" in drawn.failed[0][1]
+    batch.append_tokens(batch.rows([0]), drawn.token_ids[:1])
+    assert Sampler().sample(torch.randn(1, VOCAB), batch.rows([0]), batch).failed
     assert not caplog.records
 
 
