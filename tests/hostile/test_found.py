@@ -15,5 +15,8 @@ pytestmark = [pytest.mark.ray, pytest.mark.long, pytest.mark.asyncio(loop_scope=
 
 
 async def test_what_was_found_is_mended(server: Server, beside: Beside[Any]) -> None:
-    for attack in found_before():
+    attacks = list(found_before())
+    if not attacks:
+        pytest.skip("found.jsonl, which fuzz.py writes, has no finding")
+    for attack in attacks:
         judge(attack, await beside(asyncio.to_thread(send, server.port, attack)))

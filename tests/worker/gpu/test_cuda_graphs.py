@@ -6,7 +6,6 @@ import logging
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
 
 import pytest
 import torch
@@ -91,16 +90,8 @@ def reference(path: Path) -> Reference:
     return Reference(path)
 
 
-def graph_driver(
-    path: Path,
-    recorder: Recorder | None,
-    monkeypatch: pytest.MonkeyPatch,
-    backend: type[AttentionBackend[Any]] = DeviceBackend,
-) -> Driver:
-    """A driver whose runner uses DeviceBackend, with a GraphForward if there is a recorder.
-
-    ``backend`` has no effect.
-    """
+def graph_driver(path: Path, recorder: Recorder | None, monkeypatch: pytest.MonkeyPatch) -> Driver:
+    """A driver whose runner uses DeviceBackend, with a GraphForward if there is a recorder."""
 
     def select(
         model: object, backend: object, caches: list[Tensor], limits: StepLimits
