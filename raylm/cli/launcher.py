@@ -99,6 +99,7 @@ class Launcher:
             clean = self._stop(process)
             if claim is not None:
                 claim.close()
+            self._terminal.close()
         if self._refusal is not None:
             raise ConfigError(self._refusal)
         return 0 if self._signals and clean and self._failure is None else 1
@@ -201,11 +202,13 @@ class Launcher:
         assert application.config is not None
         url, headers = f"{self._urls[application.name]}/health", _key_header(application.config.ingress)
         unverified = ssl._create_unverified_context() if url.startswith("https") else None
+        opener = urllib.request.build_opener(
+            urllib.request.ProxyHandler({}),  # without the proxies of the environment, which do not reach this machine
+            urllib.request.HTTPSHandler(context=unverified),
+        )
         try:
-            with urllib.request.urlopen(
-                urllib.request.Request(url, headers=headers), timeout=1, context=unverified
-            ) as a:
-                return bool(a.status == 200)
+            with opener.open(urllib.request.Request(url, headers=headers), timeout=1) as answer:
+                return bool(answer.status == 200)
         except OSError:
             return False
 

@@ -2,10 +2,14 @@
 
 from __future__ import annotations
 
+import io
 import json
 import logging
+import os
 import re
+import sys
 import time
+from contextlib import suppress
 
 from raylm.stages import Kind, LineFormatter, LogSource, about, parse, parse_json
 
@@ -13,22 +17,34 @@ _PREFIX = re.compile(r"\(([^\s)]+)[^)]*\) (.*)")  # Ray's prefix of an actor's l
 
 
 class Terminal:
-    """Prints lines for people: seconds since the start, the stage, the text."""
+    """Prints lines for people: seconds since the start, the stage, the text.
+
+    A line that cannot be written (full disk, closed pipe) is lost, and serving goes on, as with Python's logging.
+    """
 
     def __init__(self) -> None:
         self._started = time.monotonic()
+        if isinstance(sys.stdout, io.TextIOWrapper):
+            sys.stdout.reconfigure(errors="backslashreplace")  # lines of other processes may have any character
 
     def stage(self, kind: Kind, stage: str, text: str, line: str = "") -> None:
         """Print a stage. ``line`` is the line of the process that reported it; empty if this command reports it."""
-        print(f"{time.monotonic() - self._started:6.1f} s  {stage:8} {text}", flush=True)
+        _write(f"{time.monotonic() - self._started:6.1f} s  {stage:8} {text}")
 
     def output(self, line: str, text: str | None = None) -> None:
         """Print output of a process. ``text`` is the line without Ray's prefix; None for several lines."""
-        print(line if text is None else text, flush=True)
+        _write(line if text is None else text)
 
     def verbose(self, line: str) -> None:
         """Print a line of a process before it is parsed."""
-        print(line, flush=True)
+        _write(line)
+
+    def close(self) -> None:
+        """Drop lines that still cannot be written. Python would fail on them when it ends."""
+        try:
+            print(end="", flush=True)
+        except OSError:
+            os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
 
 
 class JSONTerminal(Terminal):
@@ -53,8 +69,13 @@ class JSONTerminal(Terminal):
 
     def _print(self, line: str, text: str, event: str, level: int, **values: str) -> None:
         if (fields := parse_json(line)) is not None:
-            print(json.dumps(fields), flush=True)
+            _write(json.dumps(fields))
             return
         record = logging.LogRecord("raylm", level, "", 0, "%s", (text,), None)
         record.__dict__.update(about(event, **values))
-        print(self._formatter.format(record), flush=True)
+        _write(self._formatter.format(record))
+
+
+def _write(line: str) -> None:
+    with suppress(OSError):
+        print(line, flush=True)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import queue
 import socket
 import subprocess
@@ -290,6 +291,17 @@ def test_ready_is_when_ours_answer_and_others_run_after_they_were_deployed(
     assert f"console  http://127.0.0.1:{answering}/console" in written
 
 
+def test_proxies_of_the_environment_are_not_asked_for_this_machine(
+    answering: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for name in ("no_proxy", "NO_PROXY"):
+        monkeypatch.delenv(name, raising=False)
+    for name in ("http_proxy", "HTTP_PROXY", "https_proxy", "all_proxy"):
+        monkeypatch.setenv(name, "http://127.0.0.1:9")
+    watched = watching(answering, tmp_path, launcher.Settings())
+    assert watched._is_healthy(watched._served.ours[0])
+
+
 def test_waiting_for_ready_is_bounded_and_says_for_what(
     answering: int, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -342,3 +354,39 @@ def test_the_request_to_copy_names_the_key_where_one_is_asked_for(tmp_path: Path
     file.write_text("applications: [{import_path: 'raylm:build_app', args: {ingress: {api_keys_env: KEYS}}}]")
     (application,) = read_serve_file(file).ours
     assert launcher._curl(application, {"default": "http://h"}).endswith(' -H "Authorization: Bearer $KEY"')
+
+
+NO_ROOM = """
+import os, resource, signal, sys
+from raylm.cli.terminal import Terminal
+signal.signal(signal.SIGXFSZ, signal.SIG_IGN)
+resource.setrlimit(resource.RLIMIT_FSIZE, (10, 10))
+terminal = Terminal()
+for _ in range(2000):
+    terminal.output("a line of a server")
+terminal.close()
+"""
+
+
+def test_a_line_that_cannot_be_written_does_not_end_serving(tmp_path: Path) -> None:
+    with (tmp_path / "log").open("w") as log:
+        done = subprocess.run([sys.executable, "-c", NO_ROOM], stdout=log, stderr=subprocess.PIPE, text=True)
+    assert (done.returncode, done.stderr) == (0, "")
+    assert (tmp_path / "log").read_text() == "a line of "
+
+
+def test_a_closed_pipe_does_not_end_serving() -> None:
+    code = "from raylm.cli.terminal import JSONTerminal as T; t = T(); t.stage('stage', 'a', 'b'); t.close()"
+    with subprocess.Popen([sys.executable, "-c", code], stdout=subprocess.PIPE, stderr=subprocess.PIPE) as writer:
+        assert writer.stdout is not None
+        assert writer.stderr is not None
+        writer.stdout.close()
+        assert (writer.stderr.read(), writer.wait()) == (b"", 0)
+
+
+def test_a_line_beyond_the_encoding_of_the_log_is_written_in_escapes() -> None:
+    code = "from raylm.cli.terminal import Terminal; Terminal().output('\u4f60 hello')"
+    done = subprocess.run(
+        [sys.executable, "-c", code], capture_output=True, text=True, env=os.environ | {"PYTHONIOENCODING": "ascii"}
+    )
+    assert (done.returncode, done.stdout) == (0, "\\u4f60 hello\n")
