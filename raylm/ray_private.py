@@ -5,11 +5,12 @@ tests/test_ray_private.py checks each name separately, so that it names the miss
 
 from __future__ import annotations
 
+import dataclasses
 import functools
 import secrets
+import socket
 from collections import Counter
 from collections.abc import Callable
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -20,6 +21,10 @@ _DEFAULTS, _ROUTING, _BACKENDS = "\ndefaults\n", "\n    # Static routing based o
 _REPLICA = "\n    server {{ server.name }} {{ server.host }}:{{ server.port }} check"
 _ADMIN_SOCKET, _KEEP_ALIVE = " mode 666 level admin ", "http-keep-alive {{ config.timeout_http_keep_alive_s }}s"
 _FRONTEND = "\n    bind {{ config.frontend_host }}:{{ config.frontend_port }}\n"
+# Serve itself listens on 0.0.0.0 alone where :: is configured.
+_FRONTEND_OF_BOTH = _FRONTEND.replace(
+    "config.frontend_host", "'::' if config.http_options.host == '::' else config.frontend_host"
+).replace(" }}\n", " }} v4v6\n")
 _PROMETHEUS, _AFTER_PROMETHEUS, _STATISTICS = (
     "\nfrontend prometheus\n",
     "\nfrontend http_frontend\n",
@@ -174,7 +179,7 @@ def replace_haproxy_manager(manager: type) -> None:
     controller.HAProxyManager = ray.remote(num_cpus=0)(manager)
 
 
-@dataclass(frozen=True)
+@dataclasses.dataclass(frozen=True)
 class HAProxySettings:
     """HAProxy settings of RayLM in addition to those of Serve.
 
@@ -204,7 +209,24 @@ def configure_haproxy(manager: Any, settings: HAProxySettings) -> None:
     haproxy._start_and_wait_for_haproxy = functools.partial(haproxy._start_and_wait_for_haproxy, *settings.options)
 
 
-@dataclass(frozen=True)
+def connect_where_replicas_listen(manager: Any) -> None:
+    """Let HAProxy connect to the replicas of its node at the configured host, instead of always at 127.0.0.1.
+
+    Call at the end of the HAProxy manager's ``__init__``.
+    """
+    host, convert = manager._http_options.host, manager._target_to_server
+    if host in (None, "0.0.0.0", "::"):
+        return
+    address = host if ":" in host else socket.gethostbyname(host)
+
+    def target_to_server(target: Any) -> Any:
+        server = convert(target)
+        return dataclasses.replace(server, host=address) if server.host == _LOOPBACK else server
+
+    manager._target_to_server = target_to_server
+
+
+@dataclasses.dataclass(frozen=True)
 class HAProxyLines:
     """Lines to add to HAProxy's configuration.
 
@@ -242,7 +264,7 @@ def edit_haproxys_template(lines: HAProxyLines) -> None:
         _ADMIN_SOCKET: " mode 600 level admin ",
         _KEEP_ALIVE: f"http-keep-alive {{{{ {keep_alive_s} }}}}s",
         _DEFAULTS: _DEFAULTS + lines.defaults,
-        _FRONTEND: _FRONTEND + lines.connections,
+        _FRONTEND: _FRONTEND_OF_BOTH + lines.connections,
         _ROUTING: "\n" + lines.routing + _ROUTING,
         _BACKENDS: "\n" + lines.sections + _BACKENDS,
         _REPLICA: _REPLICA + lines.server,

@@ -69,6 +69,8 @@ def test_a_name_is_there(module: str, name: str) -> None:
         ("ray.serve._private.replica", "self._shutting_down"),
         ("ray.serve._private.replica", "__serve_build_asgi_app__"),
         ("ray.serve._private.haproxy", "self._haproxy"),
+        ("ray.serve._private.haproxy", "self._http_options"),
+        ("ray.serve._private.haproxy", "self._target_to_server("),
         ("ray._private.node", "self.all_processes"),
         ("ray.serve._private.deployment_scheduler", "self._running_replicas"),
         ("ray.serve._private.deployment_scheduler", "self._launching_replicas"),
@@ -122,6 +124,27 @@ def test_haproxys_template_has_each_part_that_is_changed_once() -> None:
         "STATISTICS", "PROMETHEUS_PORT", "STATISTICS_PORT", "REPLICA",
     )  # fmt: skip
     assert [template.count(getattr(ray_private, f"_{name}")) for name in names] == [1] * len(names)
+
+
+@pytest.mark.parametrize(
+    ("host", "address"),
+    [
+        ("::1", "::1"), ("127.0.0.2", "127.0.0.2"), ("localhost", "127.0.0.1"), ("0.0.0.0", "127.0.0.1"),
+        ("::", "127.0.0.1"), (None, "127.0.0.1"),
+    ],
+)  # fmt: skip
+def test_haproxy_connects_to_replicas_of_its_node_where_they_listen(host: str | None, address: str) -> None:
+    from types import SimpleNamespace
+
+    from ray.serve._private.haproxy import ServerConfig
+
+    from raylm.ray_private import connect_where_replicas_listen
+
+    servers = {"here": ServerConfig("a", "127.0.0.1", 30000), "elsewhere": ServerConfig("b", "192.0.2.9", 30000)}
+    manager = SimpleNamespace(_http_options=SimpleNamespace(host=host), _target_to_server=servers.__getitem__)
+    connect_where_replicas_listen(manager)
+    assert manager._target_to_server("here") == ServerConfig("a", address, 30000)
+    assert manager._target_to_server("elsewhere").host == "192.0.2.9"
 
 
 @pytest.mark.parametrize(

@@ -123,6 +123,7 @@ class HAProxyManager(ray_private.haproxy_manager()):  # type: ignore[misc]
         own_directories(kwargs["node_id"])
         super().__init__(*args, **kwargs)
         configure(self)
+        ray_private.connect_where_replicas_listen(self)
 
     async def ready(self) -> str:
         """Call Serve's method. If a port is in use, the error names the port in one line."""

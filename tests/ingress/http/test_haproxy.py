@@ -100,7 +100,8 @@ async def haproxy(
 ) -> AsyncIterator[Any]:
     """Ray's object that runs HAProxy, with a replica behind /up and none behind /down.
 
-    The parameter has its environment variables, and limits other than a second. OWN stands for RayLM's limit.
+    The parameter has its environment variables, limits other than a second, and its HOST if that is not 127.0.0.1. OWN
+    stands for RayLM's limit.
     """
     from ray.serve._private import haproxy as of_ray
     from ray.serve._private.haproxy import BackendConfig, HAProxyApi, HAProxyConfig, ServerConfig
@@ -122,7 +123,7 @@ async def haproxy(
         "other": BackendConfig("other", "/", app_name="other", servers=[server], ingress_deployment_name="Other"),
     }
     config = HAProxyConfig(
-        http_options=HTTPOptions(host="127.0.0.1", port=free_port(), keep_alive_timeout_s=90),
+        http_options=HTTPOptions(host=given.get("HOST", "127.0.0.1"), port=free_port(), keep_alive_timeout_s=90),
         socket_path=str(tmp_path / "admin.sock"),
         server_state_base=str(tmp_path),
         server_state_file=str(tmp_path / "state"),
@@ -145,6 +146,13 @@ async def test_what_it_answers_itself_has_the_envelope_of_both_apis(haproxy: Any
     assert answer.status_code == ours.status_code == 503
     for name in ("retry-after", "content-type"):
         assert answer.headers[name] == ours.headers[name]
+
+
+@pytest.mark.parametrize("haproxy", [{"HOST": "::"}], indirect=True)
+async def test_it_listens_on_all_addresses_of_both_families(haproxy: Any) -> None:
+    for host in ("127.0.0.1", "[::1]"):
+        async with httpx.AsyncClient(base_url=f"http://{host}:{haproxy.cfg.http_options.port}") as client:
+            assert (await client.get("/down")).status_code == 503
 
 
 @pytest.mark.parametrize("apart", [False, True])
