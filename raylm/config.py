@@ -12,6 +12,8 @@ from pydantic import BaseModel, ConfigDict, Discriminator, Field, Tag, Validatio
 
 from raylm.errors import ConfigError
 
+API_KEY_VARIABLE = "RAYLM_API_KEY"  # holds one key, unlike other variables that ingress.api_keys_env names
+
 
 class Frozen(BaseModel):
     """A node of the tree. It is immutable and rejects unknown keys; the error suggests the nearest known key."""

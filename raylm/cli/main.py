@@ -21,7 +21,7 @@ from raylm.cli.doctor import doctor
 from raylm.cli.knob_command import KNOBS, KnobCommand
 from raylm.cli.simulate import simulate
 from raylm.cli.trace import trace
-from raylm.config import knobs
+from raylm.config import API_KEY_VARIABLE, knobs
 from raylm.errors import ConfigError
 from raylm.stages import report
 
@@ -68,7 +68,7 @@ def serve(
     For example: raylm serve embedded --port 8000 --max-model-len 4096
     """
     from raylm.cli.launcher import Launcher, Settings
-    from raylm.cli.options import API_KEY_VARIABLE, Place, served, to_yaml
+    from raylm.cli.options import Place, served, to_yaml
 
     try:
         file = served(words, Place(host, port, name, route_prefix, api_key))
@@ -76,7 +76,7 @@ def serve(
             print(to_yaml(file), end="")
             return
         if api_key is not None:
-            os.environ[API_KEY_VARIABLE] = f"api-key: {api_key}"
+            os.environ[API_KEY_VARIABLE] = api_key
         status = Launcher(file, Settings(verbose, dashboard, ready_timeout)).run()
     except ConfigError as error:
         print(f"raylm: {error.message}", file=sys.stderr)

@@ -15,7 +15,7 @@ from pathlib import Path
 
 from starlette.types import ASGIApp, Receive, Scope, Send
 
-from raylm.config import IngressConfig
+from raylm.config import API_KEY_VARIABLE, IngressConfig
 from raylm.errors import AuthenticationError, ConfigError
 from raylm.frontend import ApiKey, KeyLimits, StateClient
 from raylm.ingress.http.errors import logger, route_path
@@ -109,7 +109,8 @@ def _num_names(named: _Named) -> int:
 def read_keys(config: IngressConfig, policy: str = "fair") -> _Named | None:
     """Read the configured keys. Returns None if no source of keys is configured.
 
-    Both sources hold ``name: key`` pairs: one in each line, and in the variable also separated by commas. For example:
+    Both sources hold ``name: key`` pairs: one in each line, and in the variable also separated by commas. The variable
+    API_KEY_VARIABLE holds one key. For example:
 
         alice: sk-abc weight=2 requests_per_minute=60 tokens_per_minute=100000
         bob: sk-def concurrency=8 max_output=1000 ttft_ms=500 itl_ms=50 admin
@@ -127,7 +128,7 @@ def read_keys(config: IngressConfig, policy: str = "fair") -> _Named | None:
     keys: _Named = []
     if (path := config.api_keys_file) is not None:
         try:
-            text = Path(path).read_text()
+            text = Path(path).read_text(encoding="utf-8-sig")
         except (OSError, UnicodeDecodeError) as error:
             raise ConfigError(
                 f"ingress.api_keys_file: {path} cannot be read on {platform.node()} ({type(error).__name__}); on a "
@@ -137,12 +138,21 @@ def read_keys(config: IngressConfig, policy: str = "fair") -> _Named | None:
     if (name := config.api_keys_env) is not None:
         if name not in os.environ:
             raise ConfigError(f"ingress.api_keys_env: the environment has no variable {name}.")
-        keys += _parse(os.environ[name].replace(",", "\n"), "ingress.api_keys_env", keys)
+        if name == API_KEY_VARIABLE:
+            keys += _only(os.environ[name].strip(), keys)
+        else:
+            keys += _parse(os.environ[name].replace(",", "\n"), "ingress.api_keys_env", keys)
     if policy != "fair" and (of := next((key.name for key, _ in keys if key.ttft_s is not None), None)) is not None:
         raise ConfigError(f"ttft_ms of the key '{of}': needs scheduler.policy: fair, not {policy}.")
     if _num_names(keys) == 1:
         keys = [(replace(key, admin=True), text) for key, text in keys]
     return keys
+
+
+def _only(key: str, before: _Named) -> _Named:
+    if not key.isascii() or key.split() != [key] or not key.isprintable():
+        raise ConfigError(f"{API_KEY_VARIABLE}: it must be one key, of plain ASCII without white space.")
+    return [(ApiKey(f"key-{len(before) + 1}"), key)]
 
 
 def _parse(text: str, source: str, before: _Named) -> _Named:

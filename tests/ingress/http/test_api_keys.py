@@ -118,6 +118,31 @@ def test_keys_come_from_the_environment_too(monkeypatch: pytest.MonkeyPatch) -> 
     assert read_keys(IngressConfig()) is None
 
 
+@pytest.mark.parametrize("key", ["team:secret", "a,b", "#x", "name=1"])
+def test_the_variable_of_one_key_is_not_split(monkeypatch: pytest.MonkeyPatch, key: str) -> None:
+    monkeypatch.setenv("RAYLM_API_KEY", f"{key}\n")
+    keys = APIKeys(IngressConfig(api_keys_env="RAYLM_API_KEY"))
+    found = keys.find([key.encode()])
+    assert found is not None
+    assert (found.name, found.admin, len(keys)) == ("key-1", True, 1)
+
+
+@pytest.mark.parametrize("key", ["", " ", "secret word", "two\nkeys", "secret\x00", "clé-secret"])
+def test_the_variable_of_one_key_holds_one(monkeypatch: pytest.MonkeyPatch, key: str) -> None:
+    monkeypatch.setattr("os.environ", {"RAYLM_API_KEY": key})
+    with pytest.raises(ConfigError, match=r"^RAYLM_API_KEY: it must be one key") as refused:
+        read_keys(IngressConfig(api_keys_env="RAYLM_API_KEY"))
+    assert "secret" not in refused.value.message
+
+
+def test_a_file_of_keys_may_begin_with_a_byte_order_mark(tmp_path: Path) -> None:
+    (tmp_path / "keys").write_text(f"alice: {KEY}\n", encoding="utf-8-sig")
+    keys = APIKeys(IngressConfig(api_keys_file=str(tmp_path / "keys")))
+    found = keys.find([KEY.encode()])
+    assert found is not None
+    assert found.name == "alice"
+
+
 @pytest.mark.parametrize(
     "content", ["", "# nothing\n", "alice:\n", "alice: two words\n", f": {KEY}\n", f"{'x' * 65}: {KEY}", "alice: clé\n"]
 )
