@@ -138,7 +138,7 @@ def read_json(file: Path) -> Any:
     if not file.is_file():
         raise ConfigError(f"model: {file} is not a regular file.")
     try:
-        return json.loads(file.read_text())
+        return json.loads(file.read_bytes())
     except (OSError, ValueError, RecursionError) as error:
         raise ConfigError(f"model: {file} is not valid JSON: {error}; the copy may be incomplete") from error
 

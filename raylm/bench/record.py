@@ -40,7 +40,7 @@ def write_trace(path: Path, loads: Iterable[LoadResult]) -> int:
             line |= {"session": question.session, "think_s": round(question.think_s, 6)}
         lines.append(json.dumps(line) + "\n")
     try:
-        path.write_text("".join(lines))
+        path.write_text("".join(lines), encoding="utf-8")
     except OSError as error:
         raise ConfigError(f"--record {path}: {error.strerror}") from None
     return len(lines)

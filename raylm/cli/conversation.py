@@ -107,7 +107,7 @@ class ChatState:
             request = {"model": self.model, "messages": self.all_messages()} | self.fields
             text = json.dumps(request, indent=1, ensure_ascii=False)
         try:
-            path.write_text(text + "\n")
+            path.write_text(text + "\n", encoding="utf-8")
         except OSError as error:
             raise ConfigError(f"/save {rest}: {error.strerror}.") from None
         return Reply(f"{len(self.messages)} messages are in {path}")

@@ -15,11 +15,11 @@ import yaml
 
 from raylm.checkpoint import PACKAGED
 from raylm.cli.serve_file import APPLICATION, BUILDER, SERVE_OPTIONS, ServedFile, check_tree, load_tree, our_places
-from raylm.config import Config, knob_named, knobs
+from raylm.config import API_KEY_VARIABLE, Config, knob_named, knobs
 from raylm.errors import ConfigError
 from raylm.gguf import is_gguf
+from raylm.strict_yaml import parse_yaml
 
-API_KEY_VARIABLE = "RAYLM_API_KEY"
 _FILES = {".yaml", ".yml"}
 _OF_THE_COMMAND = ("host", "port", "name", "route_prefix", "api_key", "print_config", "ready_timeout", "verbose")
 
@@ -122,7 +122,9 @@ def _annotation(name: str) -> Any:
 
 
 def _is_bool(word: str) -> bool:
-    return isinstance(_parsed(word), bool)
+    with suppress(ConfigError):
+        return isinstance(_parsed(word), bool)
+    return False
 
 
 def _value(name: str, text: str) -> Any:
@@ -130,12 +132,15 @@ def _value(name: str, text: str) -> Any:
     kind = _kinds()[name]
     if kind in (str, str | None):
         return text
-    return _parsed(text)
+    try:
+        return _parsed(text)
+    except ConfigError as error:
+        raise ConfigError(f"--{name.replace('_', '-')}: {error.message}") from None
 
 
 def _parsed(text: str) -> Any:
     try:
-        return yaml.safe_load(text)
+        return parse_yaml(text)
     except yaml.YAMLError:
         return text
 

@@ -6,12 +6,12 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Annotated, Any, TypeVar
 
-import yaml
 from pydantic import Field, ValidationError
 
 from raylm.config import Config, Frozen, faults
 from raylm.errors import ConfigError
 from raylm.serve_variables import SERVE_VARIABLES
+from raylm.strict_yaml import read_yaml
 
 M = TypeVar("M", bound=Frozen)
 
@@ -114,10 +114,7 @@ class DeployFile(Frozen):
 
 def load_tree(path: Path) -> dict[str, Any]:
     """Read a Serve file as a dict, without keys that have no value."""
-    try:
-        data = yaml.safe_load(path.read_text())
-    except (OSError, ValueError, yaml.YAMLError) as error:
-        raise ConfigError(f"{path} cannot be read: {error}") from error
+    data = read_yaml(path)
     return {key: value for key, value in data.items() if value is not None} if isinstance(data, dict) else {}
 
 

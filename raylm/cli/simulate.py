@@ -167,6 +167,6 @@ def checked_options(build: Callable[[], T]) -> T:
 def write_text(option: str, path: Path, text: str) -> None:
     """Write the file that an option names. ConfigError if it cannot be written."""
     try:
-        path.write_text(text)
+        path.write_text(text, encoding="utf-8")
     except OSError as error:
         raise ConfigError(f"{option} {path}: {error.strerror}") from None

@@ -142,7 +142,7 @@ def _output(to: Path | None) -> Any:
     if to is None:
         return nullcontext(sys.stdout)
     try:
-        return to.open("w")
+        return to.open("w", encoding="utf-8")
     except OSError as error:
         raise ConfigError(f"--to {to}: {error.strerror}") from None
 

@@ -34,7 +34,7 @@ class Gguf:
 
     def tensors(self) -> dict[str, StoredTensor]:
         """The stored tensors by GGUF's names."""
-        listed = json.loads((self.path / _TENSORS).read_text())
+        listed = json.loads((self.path / _TENSORS).read_bytes())
         return {one["name"]: StoredTensor(**(one | {"shape": tuple(one["shape"])})) for one in listed}
 
 
@@ -88,7 +88,9 @@ def _make(parts: tuple[Path, ...], path: Path) -> None:
         fresh = Path(tempfile.mkdtemp(dir=path.parent, prefix=f"{path.name}-"))
         try:
             for name, content in files.items():
-                (fresh / name).write_text(content if isinstance(content, str) else json.dumps(content))
+                (fresh / name).write_text(
+                    content if isinstance(content, str) else json.dumps(content), encoding="utf-8"
+                )
             with suppress(FileExistsError, NotADirectoryError):  # another process was first
                 _rename(fresh, path)
         finally:

@@ -6,12 +6,12 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
-import yaml
 from pydantic import BaseModel, Field, ValidationError, model_validator
 
 from raylm.config import Config, Frozen, ReplicaRange, faults
 from raylm.errors import ConfigError
 from raylm.simulate.step_costs import StepCosts
+from raylm.strict_yaml import read_yaml
 
 _BLOCK_SIZE = 16  # as on CPUs
 SIMULATED_KNOBS = frozenset(
@@ -70,10 +70,7 @@ class Fleet(Frozen):
     @classmethod
     def read(cls, path: Path, **over: Any) -> Fleet:
         """Read a YAML file. ``over`` replaces some of its fields. Raises ConfigError if it is invalid."""
-        try:
-            given = yaml.safe_load(path.read_text())
-        except (OSError, UnicodeDecodeError, yaml.YAMLError) as error:
-            raise ConfigError(f"{path}: it cannot be read: {error}") from None
+        given = read_yaml(path)
         if not isinstance(given, dict):
             raise ConfigError(f"{path}: a fleet is a mapping with some of {', '.join(cls.model_fields)}.")
         return cls.of(given | over, str(path))

@@ -57,7 +57,7 @@ def read_recordings(paths: list[Path], **over: Any) -> Recorded:
 
 def _head(path: Path) -> dict[str, Any]:
     try:
-        with path.open() as file:
+        with path.open(encoding="utf-8") as file:
             head: Any = json.loads(file.readline())
     except (OSError, ValueError) as error:
         raise ConfigError(f"{path}: it cannot be read: {error}") from None
@@ -67,7 +67,7 @@ def _head(path: Path) -> dict[str, Any]:
 
 
 def _figures(paths: Iterable[Path]) -> dict[str, Any]:
-    lines = [json.loads(line) for path in paths for line in path.read_text().splitlines()]
+    lines = [json.loads(line) for path in paths for line in path.read_text(encoding="utf-8").splitlines()]
     added = {(line["client"], str(line["id"])): line["at"] for line in lines if line["kind"] == "add"}
     ended = [line for line in lines if line["kind"] == "request"]
     ttft_ms, intervals, numbers = [], [], []

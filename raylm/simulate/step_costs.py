@@ -89,6 +89,6 @@ def read_steps(path: Path) -> list[tuple[Features, float]]:
 
 def _lines(path: Path) -> list[str]:
     try:
-        return path.read_text().splitlines()
+        return path.read_text(encoding="utf-8").splitlines()
     except (OSError, UnicodeDecodeError) as error:
         raise ConfigError(f"{path}: it cannot be read: {error}") from None

@@ -176,7 +176,7 @@ def read_lines(paths: list[Path]) -> list[TraceLine]:
 
 def _read(path: Path) -> Iterator[TraceLine]:
     try:
-        with path.open() as file:
+        with path.open(encoding="utf-8") as file:
             for number, text in enumerate(file, start=1):
                 if text.strip() and (line := _checked(text, f"{path}, line {number}")) is not None:
                     yield line
