@@ -19,7 +19,7 @@ ROOMS = ["native", "models", "worker", "engine", "frontend", "ingress"]  # from 
 FLOOR = {
     "config", "params", "messages", "errors", "metrics", "checkpoint", "step_cost", "grammar", "lazy", "stages",
     "logprob_columns", "round_robin", "fork_server", "grammar_server", "template_server", "finite_schema", "gguf",
-    "serve_variables", "strict_yaml",
+    "serve_variables", "strict_yaml", "folders",
 }  # fmt: skip
 PURE_CORE = {f"engine/{name}.py" for name in (
     "engine_core", "scheduler", "queues/base", "queues/fair", "sequence", "kv_cache_manager", "block_pool", "outbox",

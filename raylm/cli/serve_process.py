@@ -10,6 +10,7 @@ import signal
 import socket
 import subprocess
 import sys
+import tempfile
 import threading
 import time
 from contextlib import suppress
@@ -126,7 +127,10 @@ class ServeProcess:
         rays, haproxys = self._folders = [PrivateFolder(parent), PrivateFolder(_HAPROXYS_PARENT)]
         self._defaults = _OWN_RAY | {name: str(haproxys.path / file) for name, file in _HAPROXYS_FILES.items()}
         threading.Thread(
-            target=remove_ended, args=[{parent, _HAPROXYS_PARENT}], name="old folders", daemon=True
+            target=remove_ended,
+            args=[{parent, _HAPROXYS_PARENT, tempfile.gettempdir(), "/dev/shm"}],  # the last two for sockets of engines
+            name="old folders",
+            daemon=True,
         ).start()
         return {"RAY_TMPDIR": str(rays.path)}
 

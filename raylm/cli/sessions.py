@@ -9,9 +9,9 @@ import tempfile
 from collections.abc import Iterable
 from contextlib import suppress
 from pathlib import Path
-from typing import IO
 
-MARKER = "raylm_serve.lock"
+from raylm.folders import MARKER, mark
+
 KEPT = 1  # keep the logs of the last Ray, which say why it ended
 _PREFIX = "raylm-"
 LONGEST_NAME = f"/{_PREFIX}12345678"  # the longest name of a folder, after its parent directory
@@ -35,13 +35,6 @@ class PrivateFolder:
     def remove(self) -> None:
         self.close()
         shutil.rmtree(self.path, ignore_errors=True)
-
-
-def mark(folder: Path) -> IO[str]:
-    """Mark a folder as one of `raylm serve`. It is in use until the returned file is closed."""
-    file = (folder / MARKER).open("w")
-    fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
-    return file
 
 
 def remove_ended(parents: Iterable[str], kept: int = KEPT) -> list[str]:

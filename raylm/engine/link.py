@@ -19,8 +19,11 @@ import tempfile
 import time
 from collections.abc import Callable
 from contextlib import suppress
+from pathlib import Path
 from threading import Lock, Thread
-from typing import Any, cast
+from typing import IO, Any, cast
+
+from raylm.folders import mark
 
 BEAT_S = 0.25
 SILENCE_S = 3.0
@@ -271,7 +274,8 @@ class Listener:
 
     The directory has mode 0700. So what comes here was sent by the same user, and may be unpickled. It is below
     TMPDIR, or below /tmp or /dev/shm where the path is too long for a socket or no directory can be made. With
-    ``beside``, the path of another Listener, it is in the directory of that one, whose ``close`` removes both.
+    ``beside``, the path of another Listener, it is in the directory of that one, whose ``close`` removes both. If this
+    process is killed, the next `raylm serve` removes the directory.
 
     Raises:
         OSError: no directory can be made in any of these places.
@@ -282,7 +286,10 @@ class Listener:
         self.path = os.path.join(self._directory or os.path.dirname(beside or ""), name)
         self.socket = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
         self._server: asyncio.Server | None = None
+        self._mark: IO[str] | None = None
         try:
+            if self._directory is not None:
+                self._mark = mark(Path(self._directory))
             self.socket.bind(self.path)
             self.socket.listen()
         except OSError:
@@ -298,6 +305,8 @@ class Listener:
         if self._server is not None:
             self._server.close()
         self.socket.close()
+        if self._mark is not None:
+            self._mark.close()
         if self._directory is not None:
             shutil.rmtree(self._directory, ignore_errors=True)
 

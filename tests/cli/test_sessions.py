@@ -10,7 +10,8 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
-from raylm.cli.sessions import LONGEST_NAME, MARKER, PrivateFolder, mark, remove_ended
+from raylm.cli.sessions import LONGEST_NAME, PrivateFolder, remove_ended
+from raylm.folders import MARKER, mark
 
 
 def session(folder: Path, name: str, *, ours: bool = True, ray: bool = True) -> Path:
@@ -68,7 +69,7 @@ def test_a_session_in_use_stays(tmp_path: Path) -> None:
 def test_a_session_of_another_process_stays_until_that_is_killed(tmp_path: Path) -> None:
     path = session(tmp_path, "1")
     code = (
-        "import pathlib, sys; from raylm.cli.sessions import mark; m = mark(pathlib.Path(sys.argv[1])); "
+        "import pathlib, sys; from raylm.folders import mark; m = mark(pathlib.Path(sys.argv[1])); "
         "print(1, flush=True); sys.stdin.read()"
     )
     with running(sys.executable, "-c", code, f"{tmp_path}/./raylm-tests-1"):

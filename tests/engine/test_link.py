@@ -17,6 +17,7 @@ from typing import Any
 
 import pytest
 
+from raylm.cli.sessions import remove_ended
 from raylm.engine import link as link_module
 from raylm.engine.link import BEAT_S, SILENCE_S, START_SILENCE_S, Link, Listener
 
@@ -243,6 +244,31 @@ def test_a_socket_beside_another_one_goes_with_it() -> None:
     assert Path(supervisor.path).exists()
     Listener("others", supervisor.path).socket.close()  # as if its process were killed
     check_works(supervisor)
+
+
+def test_the_directory_of_a_killed_process_is_removed_and_one_in_use_is_not(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
+    code = (
+        "import sys; from raylm.engine.link import Listener; l = Listener('clients'); print(l.path, flush=True); "
+        "sys.stdin.read()"
+    )
+    with subprocess.Popen(
+        [sys.executable, "-c", code], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True,
+        env=os.environ | {"TMPDIR": str(tmp_path)},
+    ) as process:  # fmt: skip
+        assert process.stdout is not None
+        path = Path(process.stdout.readline().strip())
+        assert path.parent.parent == tmp_path
+        assert remove_ended([str(tmp_path)]) == []
+        process.kill()
+        process.wait()
+        assert remove_ended([str(tmp_path)]) == [path.parent.name]
+    listener = Listener()
+    assert remove_ended([str(tmp_path)]) == []
+    listener.close()
+    assert list(tmp_path.iterdir()) == []
 
 
 def test_a_socket_that_cannot_be_bound_leaves_no_directory(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -8,6 +8,10 @@ import shutil
 import socket
 import tempfile
 from dataclasses import dataclass
+from pathlib import Path
+from typing import IO
+
+from raylm.folders import mark
 
 LOOPBACK = "127.0.0.1"
 
@@ -42,8 +46,13 @@ def open_rendezvous(address: str = LOOPBACK) -> Rendezvous:
         port = listener.getsockname()[1]
         return Rendezvous(0, f"{address}:{port}", address, listener.detach())
     directory = tempfile.mkdtemp(prefix="raylm-ranks-")
-    atexit.register(shutil.rmtree, directory, ignore_errors=True)
+    atexit.register(_remove, directory, mark(Path(directory)))
     return Rendezvous(0, os.path.join(directory, "store"))
+
+
+def _remove(directory: str, its_mark: IO[str]) -> None:
+    its_mark.close()
+    shutil.rmtree(directory, ignore_errors=True)
 
 
 def close_rendezvous(rendezvous: Rendezvous) -> None:
