@@ -10,13 +10,8 @@ import orjson
 from raylm import ray_private
 from raylm.errors import EngineUnavailableError
 from raylm.ingress.http.errors import envelope
-from raylm.ingress.http.haproxy_start import (
-    connections_per_address,
-    explain_start,
-    is_free,
-    max_connections,
-    own_directories,
-)
+from raylm.ingress.http.haproxy_limits import connections_per_address, max_connections
+from raylm.ingress.http.haproxy_start import explain_limit, explain_start, is_free, own_directories
 from raylm.ingress.http.middleware import MAX_HEADER_BYTES
 from raylm.ingress.http.probes import PROBES, READY
 from raylm.stages import report
@@ -126,12 +121,14 @@ class HAProxyManager(ray_private.haproxy_manager()):  # type: ignore[misc]
         ray_private.connect_where_replicas_listen(self)
 
     async def ready(self) -> str:
-        """Call Serve's method. If a port is in use, the error names the port in one line."""
+        """Call Serve's method. If a port is in use or open files lack, a line says so."""
         try:
             return str(await super().ready())
         except Exception as error:
             if said := explain_start(error, self._http_options.port):
                 report("error", "port", said)
+            if said := explain_limit(error):
+                report("error", "limits", said)
             raise
 
 

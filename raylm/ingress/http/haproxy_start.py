@@ -1,10 +1,9 @@
-"""Checks before HAProxy starts: its directories, its ports and its maximum of connections."""
+"""Checks before HAProxy starts: its directories and its ports."""
 
 from __future__ import annotations
 
 import os
 import re
-import resource
 import socket
 import stat
 from pathlib import Path
@@ -13,27 +12,8 @@ from raylm import ray_private
 from raylm.errors import ConfigError
 from raylm.serve_variables import SERVE_VARIABLES
 
-_PER_ADDRESS_VARIABLE = "RAYLM_HAPROXY_CONNECTIONS_PER_ADDRESS"
-_CONNECTIONS = 16_384  # open at the same time
-_DESCRIPTORS = 512  # file descriptors of HAProxy itself; two connections need five more
+_CANNOT_RAISE = re.compile(r"Cannot raise FD limit to (\d+), limit is (\d+)")
 _CANNOT_BIND = re.compile(r"cannot bind socket \((?P<reason>[^)]*)\)[^\[]*\[(?P<address>[^\]]*)\]")
-
-
-def max_connections() -> int:
-    """The maximum of client connections: RAY_SERVE_HAPROXY_MAXCONN, or what the limit of file descriptors allows."""
-    if said := os.environ.get("RAY_SERVE_HAPROXY_MAXCONN"):
-        return int(said)
-    _, most = resource.getrlimit(resource.RLIMIT_NOFILE)
-    if most == resource.RLIM_INFINITY:
-        return _CONNECTIONS
-    return max(256, min(_CONNECTIONS, (most - _DESCRIPTORS) * 2 // 5))
-
-
-def connections_per_address(most: int) -> int:
-    said = os.environ.get(_PER_ADDRESS_VARIABLE, "")
-    if said and (not said.isdecimal() or not int(said)):
-        raise ConfigError(f"{_PER_ADDRESS_VARIABLE}: {said!r} is not a number of connections, 1 or more.")
-    return int(said) if said else most // 2
 
 
 def own_directories(node_id: str) -> None:
@@ -84,6 +64,12 @@ def explain_start(error: Exception, http_port: int) -> str | None:
     if port != http_port:
         moves = "RAY_SERVE_HAPROXY_METRICS_PORT or RAY_SERVE_HAPROXY_STATS_PORT"
     return f"HAProxy cannot listen at {found['address']}: {found['reason']}; {moves} moves it."
+
+
+def explain_limit(error: Exception) -> str | None:
+    """Name the limit of open files if HAProxy did not start because of it. Returns None for other errors."""
+    lack = _CANNOT_RAISE.search(str(error))
+    return lack and f"HAProxy needs {lack[1]} open files, and the hard limit (ulimit -Hn) is {lack[2]}; raise it."
 
 
 def is_free(port: int) -> bool:

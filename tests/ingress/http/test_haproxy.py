@@ -21,7 +21,8 @@ import pytest
 
 from raylm.errors import ConfigError, EngineUnavailableError
 from raylm.ingress.http.errors import error_response
-from raylm.ingress.http.haproxy_start import explain_start, lacking_variables, max_connections, own_directories
+from raylm.ingress.http.haproxy_limits import check_open_files, max_connections
+from raylm.ingress.http.haproxy_start import explain_limit, explain_start, lacking_variables, own_directories
 from raylm.serve_variables import SERVE_VARIABLES
 from tests.serving import free_port
 
@@ -559,6 +560,42 @@ def test_it_takes_as_many_connections_as_it_may_have_descriptors_for(monkeypatch
         assert max_connections() == expected
     monkeypatch.setenv("RAY_SERVE_HAPROXY_MAXCONN", "77")
     assert max_connections() == 77
+    monkeypatch.setenv("RAY_SERVE_HAPROXY_MAXCONN", "many")
+    with pytest.raises(ConfigError, match=r"^RAY_SERVE_HAPROXY_MAXCONN: 'many' is not a number of connections"):
+        max_connections()
+
+
+def test_too_few_open_files_are_refused_with_the_needed_number(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delenv("RAY_SERVE_HAPROXY_MAXCONN", raising=False)
+    hard = 674
+    monkeypatch.setattr(resource, "getrlimit", lambda kind: (64, hard))
+    check_open_files()
+    hard = 673
+    with pytest.raises(ConfigError) as refused:
+        check_open_files()
+    assert refused.value.message == (
+        "ulimit -n: the hard limit of open files is 673, and HAProxy needs 674 for 256 connections; raise it."
+    )
+    monkeypatch.setenv("RAY_SERVE_HAPROXY_MAXCONN", "1000")
+    with pytest.raises(ConfigError, match="2534 for 1000 connections; raise it, or lower RAY_SERVE_HAPROXY_MAXCONN"):
+        check_open_files()
+    hard = resource.RLIM_INFINITY
+    check_open_files()
+
+
+@pytest.mark.parametrize("haproxy", [{"RAY_SERVE_HAPROXY_MAXCONN": 20}], indirect=True)
+async def test_what_haproxy_says_of_open_files_is_explained(haproxy: Any, tmp_path: Path) -> None:
+    from ray.serve._private.haproxy import HAProxyApi
+
+    _, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    haproxy.cfg.maxconn, haproxy.cfg.socket_path = hard, str(tmp_path / "second.sock")
+    second = HAProxyApi(haproxy.cfg, {}, str(tmp_path / "second" / "haproxy.cfg"))
+    with pytest.raises(RuntimeError) as caught:
+        await second.start()
+    said = explain_limit(caught.value)
+    assert said is not None
+    assert said.endswith(f" open files, and the hard limit (ulimit -Hn) is {hard}; raise it.")
+    assert explain_limit(RuntimeError("it crashed")) is None
 
 
 def test_variables_that_a_file_lacks_are_named(monkeypatch: pytest.MonkeyPatch) -> None:
