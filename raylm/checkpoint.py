@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import Any, Literal
 
 from raylm.errors import ConfigError
+from raylm.folders import in_home
 from raylm.gguf import Gguf, is_gguf, open_gguf
 
 EMBEDDED = Path(__file__).parent / "models" / "embedded"
@@ -196,7 +197,7 @@ def _find_here(model: str) -> Checkpoint | None:
         return Checkpoint(EMBEDDED)
     if model in PACKAGED:
         return _from_gguf(_packaged(model))
-    path = Path(model).expanduser()
+    path = in_home(model, "model")
     if path.is_dir():
         return Checkpoint(path)
     if is_gguf(path):

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import os
 import signal
 import sys
 from collections.abc import Iterator
@@ -14,6 +13,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from raylm.errors import ConfigError
+from raylm.folders import user_folder
 
 if TYPE_CHECKING:
     from rich.console import Console
@@ -251,7 +251,10 @@ def _read_history() -> Path | None:
     readline.set_completer(complete)
     readline.set_completer_delims(" ")
     readline.parse_and_bind("tab: complete")
-    path = Path(os.environ.get("XDG_STATE_HOME") or Path.home() / ".local" / "state") / "raylm" / "chat_history"
+    try:
+        path = user_folder("XDG_STATE_HOME", "~/.local/state") / "chat_history"
+    except ConfigError:
+        return None
     with suppress(OSError):
         readline.read_history_file(path)
     return path

@@ -5,10 +5,10 @@ from __future__ import annotations
 import json
 from collections.abc import Callable
 from dataclasses import dataclass, field
-from pathlib import Path
 from typing import Any
 
 from raylm.errors import ConfigError
+from raylm.folders import in_home
 
 
 @dataclass(frozen=True)
@@ -100,7 +100,7 @@ class ChatState:
         """Save the conversation as a request that can be sent again, or as Markdown."""
         if not rest:
             raise ConfigError("/save needs a file, such as chat.json or chat.md.")
-        path = Path(rest).expanduser()
+        path = in_home(rest, "/save")
         if path.suffix == ".md":
             text = "\n\n".join(f"**{message['role']}**\n\n{message['content']}" for message in self.all_messages())
         else:

@@ -23,11 +23,12 @@ from ray.serve.schema import ServeDeploySchema
 from raylm import ray_private
 from raylm.app import build_app
 from raylm.cli.guard import guards, start_guard, take_away
-from raylm.cli.serve_file import ServedFile
+from raylm.cli.serve_file import HAPROXY_VARIABLE, ServedFile
 from raylm.cli.serve_process import port_is_free
-from raylm.cli.start_checks import ray_address
+from raylm.cli.start_checks import check_files, ray_address
 from raylm.config import faults
 from raylm.errors import ConfigError
+from raylm.ingress import check_open_files
 from raylm.stages import report
 
 _POLL_S = 0.25
@@ -60,6 +61,7 @@ class Driver:
         signal.signal(signal.SIGINT, signal.default_int_handler)  # a shell may have set it to be ignored
         try:
             schema = self._schema()
+            self._check(schema)
             self._connect()
             connected()
             self._start_serve(schema)
@@ -84,6 +86,14 @@ class Driver:
             return ServeDeploySchema.model_validate(self._served.tree)
         except ValidationError as error:
             raise ConfigError(f"{self._served.source}: {faults(error)}") from error
+
+    def _check(self, schema: ServeDeploySchema) -> None:
+        """Check the limits and files of a server on this machine, in the environment that it has."""
+        if not self._shared and os.environ.get(HAPROXY_VARIABLE) == "1":
+            check_open_files()
+        for served, entry in zip(self._served.applications, schema.applications, strict=True):
+            if served.config is not None and not self._shared and not entry.runtime_env:
+                check_files(served.name, served.config)
 
     def _connect(self) -> None:
         address = ray_address()
@@ -274,8 +284,10 @@ def _fault(name: str, found: dict[str, Any], was_running: bool) -> str | None:
     if name not in found or found[name]["status"] == "DELETING":
         return f"{name}: another program deleted the application"
     if not was_running and found[name]["status"] == "DEPLOY_FAILED":
-        print(found[name]["message"], file=sys.stderr)
-        return f"{name}: {_last_line(found[name]['message'])}"
+        failed = [one["message"] for one in found[name]["deployments"].values() if one["status"] == "DEPLOY_FAILED"]
+        reason = "\n".join(filter(None, [found[name]["message"], *failed]))
+        print(reason, file=sys.stderr)
+        return f"{name}: {_last_line(reason)}"
     return None
 
 

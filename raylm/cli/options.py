@@ -17,6 +17,7 @@ from raylm.checkpoint import PACKAGED
 from raylm.cli.serve_file import APPLICATION, BUILDER, SERVE_OPTIONS, ServedFile, check_tree, load_tree, our_places
 from raylm.config import API_KEY_VARIABLE, Config, knob_named, knobs
 from raylm.errors import ConfigError
+from raylm.folders import in_home
 from raylm.gguf import is_gguf
 from raylm.strict_yaml import parse_yaml
 
@@ -148,7 +149,7 @@ def _parsed(text: str) -> Any:
 def _from_model(model: str, options: dict[str, Any], place: Place) -> ServedFile:
     if "model" in options:
         raise ConfigError(f"--model: the model is {model!r} already.")
-    path = Path(model).expanduser()
+    path = in_home(model, "model")
     if path.is_file() and not is_gguf(path):
         raise ConfigError(
             f"{model}: it is a file; a model is a GGUF file, a directory with a checkpoint, a hub id or 'embedded', "

@@ -11,11 +11,14 @@ from contextlib import suppress
 from pathlib import Path
 
 from raylm.cli.sessions import LONGEST_NAME
+from raylm.config import Config
 from raylm.errors import ConfigError
+from raylm.folders import in_home
 
 _LONGEST_SOCKET = 107  # most bytes in the path of an AF_UNIX socket on Linux
 _RAY_SOCKET = "/ray/session_2000-01-01_00-00-00_000000_1234567/sockets/plasma_store"
 _OUR_SOCKET = "/raylm-12345678/supervisor"  # the longest path of an engine's sockets
+_TOKEN = "~/.ray/auth_token"
 _LEAST_FREE = 64 * 2**20
 _CONNECT_S = 5.0
 
@@ -35,6 +38,9 @@ def check_machine() -> None:
     """Check that an own Ray can start on this machine."""
     folder = temporary_directory()
     name = "RAY_TMPDIR" if os.environ.get("RAY_TMPDIR") else "TMPDIR"
+    for variable in (name, "TMPDIR"):
+        if not Path(os.environ.get(variable) or "/").is_absolute():
+            raise ConfigError(f"{variable}: {os.environ[variable]} is a relative path; set it to an absolute one.")
     _check_length(name, folder, LONGEST_NAME + _RAY_SOCKET)
     _check_length("TMPDIR", tempfile.gettempdir(), _OUR_SOCKET)
     there = next(path for path in (Path(folder), *Path(folder).absolute().parents) if path.exists())
@@ -56,6 +62,15 @@ def _check_length(name: str, folder: str, socket_path: str) -> None:
         )
 
 
+def check_files(application: str, config: Config) -> None:
+    """Check the API keys and the store of an application in the server's environment, and create the store's file."""
+    from raylm.ingress import is_postgres, read_keys, store_path  # imported here, as the launcher does not need them
+
+    read_keys(config.ingress, config.scheduler.policy)
+    if not is_postgres(config.ingress.store):
+        store_path(config.ingress.store, application)
+
+
 def keep_token_private() -> None:
     """Create Ray's token in the home directory if there is none, and make it readable only by its user.
 
@@ -64,7 +79,7 @@ def keep_token_private() -> None:
     if os.environ.get("RAY_AUTH_MODE", "token") != "token" or "RAY_AUTH_TOKEN" in os.environ:
         return
     named = os.environ.get("RAY_AUTH_TOKEN_PATH")
-    path = Path(named or "~/.ray/auth_token").expanduser()
+    path = in_home(named or _TOKEN, "RAY_AUTH_TOKEN_PATH")
     try:
         if named is None:
             path.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
@@ -72,10 +87,12 @@ def keep_token_private() -> None:
             if not path.exists():
                 _write_at_once(path, secrets.token_hex(32))
         _close_to_others(path, 0o600)
-    except FileNotFoundError:
-        return  # Ray itself reports errors of RAY_AUTH_TOKEN_PATH
     except OSError as error:
-        raise ConfigError(f"Ray's token cannot be kept in {path}: {error.strerror}.") from error
+        if named is not None and isinstance(error, FileNotFoundError):
+            return  # Ray itself reports it
+        raise ConfigError(
+            f"Ray's token cannot be kept in {path}: {error.strerror}; set HOME or RAY_AUTH_TOKEN."
+        ) from error
 
 
 def _close_to_others(path: Path, mode: int) -> None:
@@ -103,7 +120,7 @@ def check_cluster(address: str) -> None:
     if address != "auto":
         _check_connection(address)
     if os.environ.get("RAY_AUTH_MODE") == "token" and "RAY_AUTH_TOKEN" not in os.environ:
-        path = Path(os.environ.get("RAY_AUTH_TOKEN_PATH", "~/.ray/auth_token")).expanduser()
+        path = in_home(os.environ.get("RAY_AUTH_TOKEN_PATH", _TOKEN), "RAY_AUTH_TOKEN_PATH")
         if not path.is_file() or not path.read_text().strip():
             raise ConfigError(
                 f"RAY_AUTH_MODE: it is 'token', and there is no token in {path}; copy it from the head of the cluster, "

@@ -18,6 +18,7 @@ from pathlib import Path
 from typing import Any
 
 from raylm.errors import ConfigError
+from raylm.folders import user_folder
 from raylm.gguf.stored import StoredTensor
 
 _TENSORS = "tensors.json"
@@ -65,7 +66,7 @@ def open_gguf(file: Path) -> Gguf:
 
 
 def _cache() -> Path:
-    return Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "raylm" / "gguf"
+    return user_folder("XDG_CACHE_HOME", "~/.cache") / "gguf"
 
 
 def _key(parts: tuple[Path, ...]) -> str:

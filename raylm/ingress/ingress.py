@@ -78,7 +78,15 @@ class Ingress:
         self._nodes: frozenset[str] = frozenset()  # addresses of the nodes that live
 
     async def __serve_build_asgi_app__(self) -> Starlette:
-        """Serve calls this once, at boot: here start all tasks that must outlive every request.
+        """Serve calls this once, at boot. The reason why it cannot start is reported in one line."""
+        try:
+            return await self._build()
+        except ConfigError as error:
+            report("error", "config", f"{serve.get_replica_context().app_name}: {error.message}")
+            raise
+
+    async def _build(self) -> Starlette:
+        """Build the app, and start all tasks that must outlive every request.
 
         It ends when there is an engine. So an update takes away the old replicas, and with them what they serve, only
         when new ones can answer.
@@ -122,13 +130,9 @@ class Ingress:
         bounds, app_name = self._config.ingress, context.app_name
         admission = Admission(bounds.max_queued_requests, bounds.max_queued_tokens)
         configure_logs(self._config.log_format, LogSource("ingress", app_name), current_id)
-        try:
-            check_observers(self._config)
-            wake = self._engine_wanted.set if self._config.engine.scales_to_zero else None
-            llm = AsyncLLM(self._config, admission, bounds.recovery_timeout_s, wake, context.rank.rank)
-        except ConfigError as error:
-            report("error", "chat", f"{app_name}: {error.message}")
-            raise
+        check_observers(self._config)
+        wake = self._engine_wanted.set if self._config.engine.scales_to_zero else None
+        llm = AsyncLLM(self._config, admission, bounds.recovery_timeout_s, wake, context.rank.rank)
         report("stage", "chat", f"{app_name}: {llm.chat_description}")
         if lacking := lacking_variables():
             report("stage", "limits", f"{app_name}: {lacking}")

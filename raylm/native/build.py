@@ -9,7 +9,6 @@ from __future__ import annotations
 import ctypes
 import fcntl
 import hashlib
-import os
 import platform
 import shutil
 import subprocess
@@ -20,6 +19,8 @@ from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import IO
 
+from raylm.errors import ConfigError
+from raylm.folders import user_folder
 from raylm.stages import report
 
 SOURCES = Path(__file__).parent / "src"
@@ -115,7 +116,10 @@ def file_name(compiler: str, instructions: str, name: str = KERNELS) -> str:
 def _library(instructions: str, name: str = KERNELS) -> tuple[str, Path]:
     """The compiler, and the path of its output."""
     compiler = find_compiler()
-    cache = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "raylm"
+    try:
+        cache = user_folder("XDG_CACHE_HOME", "~/.cache")
+    except ConfigError as error:
+        raise NativeError(error.message) from error
     return compiler, cache / file_name(compiler, instructions, name)
 
 

@@ -356,6 +356,22 @@ def test_the_request_to_copy_names_the_key_where_one_is_asked_for(tmp_path: Path
     assert launcher._curl(application, {"default": "http://h"}).endswith(' -H "Authorization: Bearer $KEY"')
 
 
+def test_the_reason_of_a_failed_deployment_is_named(capsys: pytest.CaptureFixture[str]) -> None:
+    from raylm.cli.driver import _fault
+
+    deployments = {
+        "A": {
+            "status": "DEPLOY_FAILED",
+            "message": "It failed to start. Error:\nTraceback\nRuntimeError: its reason\n",
+        },
+        "B": {"status": "HEALTHY", "message": "fine"},
+    }
+    found = {"a": {"status": "DEPLOY_FAILED", "message": "Failed to update ['A'].", "deployments": deployments}}
+    assert _fault("a", found, was_running=False) == "a: RuntimeError: its reason"
+    assert "Failed to update ['A']" in capsys.readouterr().err
+    assert _fault("a", {"a": found["a"] | {"deployments": {}}}, was_running=False) == "a: Failed to update ['A']."
+
+
 NO_ROOM = """
 import os, resource, signal, sys
 from raylm.cli.terminal import Terminal

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import pwd
 import re
 import shutil
 import socket
@@ -12,9 +13,13 @@ from pathlib import Path
 import pytest
 from typer.testing import CliRunner
 
+from raylm.checkpoint import resolve
 from raylm.cli.main import app
-from raylm.cli.start_checks import check_cluster, check_machine, keep_token_private, ray_address
+from raylm.cli.options import Place, served
+from raylm.cli.start_checks import check_cluster, check_files, check_machine, keep_token_private, ray_address
+from raylm.config import Config
 from raylm.errors import ConfigError
+from raylm.native import NativeError, instruction_set, is_built
 
 
 @pytest.fixture(autouse=True)
@@ -65,6 +70,15 @@ def test_a_tmpdir_is_too_long_when_a_socket_in_it_cannot_be_bound(
             validate_socket_filepath(f"{sockets}/plasma_store")
     assert refused == list(range(refused[0], 60))
     assert said.startswith(f"RAY_TMPDIR: {folder} is too long for the sockets in it, 59 bytes where at most")
+
+
+@pytest.mark.parametrize("name", ["RAY_TMPDIR", "TMPDIR"])
+def test_a_relative_directory_is_refused(monkeypatch: pytest.MonkeyPatch, tmp_path: Path, name: str) -> None:
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setenv("RAY_TMPDIR", "/tmp")
+    monkeypatch.setenv(name, "here")
+    assert refusal_of_machine() == f"{name}: here is a relative path; set it to an absolute one."
+    assert list(tmp_path.iterdir()) == []
 
 
 def test_the_sockets_of_engines_need_room_too(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
@@ -172,6 +186,54 @@ def test_no_token_is_made_where_none_is_read(
     monkeypatch.setenv(*variable)
     keep_token_private()
     assert list(home.iterdir()) == []
+
+
+def test_a_home_without_room_for_a_token_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("HOME", "/proc/nope")
+    with pytest.raises(ConfigError) as caught:
+        keep_token_private()
+    assert caught.value.message == (
+        "Ray's token cannot be kept in /proc/nope/.ray/auth_token: No such file or directory; "
+        "set HOME or RAY_AUTH_TOKEN."
+    )
+
+
+@pytest.fixture
+def homeless(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A user without an entry in passwd, where HOME is not set."""
+
+    def unknown(uid: int) -> None:
+        raise KeyError(uid)
+
+    monkeypatch.setattr(pwd, "getpwuid", unknown)
+    for name in ("HOME", "XDG_STATE_HOME", "XDG_CACHE_HOME"):
+        monkeypatch.delenv(name, raising=False)
+
+
+@pytest.mark.usefixtures("homeless")
+def test_an_unknown_home_is_said_wherever_it_is_needed() -> None:
+    for needs_it in (
+        keep_token_private,
+        lambda: check_files("default", Config()),
+        lambda: served(["~/model"], Place()),
+        lambda: resolve("~/model", None),
+    ):
+        with pytest.raises(ConfigError, match=r"the home directory in ~/.* is unknown; set HOME"):
+            needs_it()
+    with pytest.raises(NativeError, match=r"the home directory in ~/.* is unknown"):
+        is_built(instruction_set())
+
+
+def test_keys_and_the_store_are_checked_as_the_server_will_use_them(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    monkeypatch.setenv("XDG_STATE_HOME", "/proc/nope")
+    with pytest.raises(ConfigError, match=r"^ingress.store: /proc/nope/raylm/a.sqlite cannot be written \(No such"):
+        check_files("a", Config())
+    with pytest.raises(ConfigError, match=r"^ingress.api_keys_file: /no/keys cannot be read"):
+        check_files("a", Config.model_validate({"ingress": {"api_keys_file": "/no/keys"}}))
+    for store in ("postgresql://nowhere/x", ":memory:", str(tmp_path / "x.sqlite")):
+        check_files("a", Config.model_validate({"ingress": {"store": store}}))
 
 
 def test_a_token_elsewhere_is_closed_and_its_directory_left_alone(home: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -24,6 +24,7 @@ from raylm.engine.kv_cache_manager import KVCacheManager
 from raylm.engine.scheduler import Scheduler
 from raylm.engine.timelines.observer import Observer
 from raylm.errors import ConfigError
+from raylm.folders import in_home
 from raylm.messages import EngineCoreOutputs, EngineCoreRequest, ModelRunnerOutput, SchedulerOutput, TokenIds
 
 Write = Callable[[dict[str, Any]], None]
@@ -45,7 +46,7 @@ def create_scheduler(
     if config.engine.record_dir is None:
         return Scheduler(config.scheduler, kv, max_model_len, clock, observer, stages)
     try:
-        recording = Recording(Path(config.engine.record_dir).expanduser())
+        recording = Recording(in_home(config.engine.record_dir, "engine.record_dir"))
     except OSError as error:
         if error.errno not in _FULL:
             raise ConfigError(f"engine.record_dir: {error.filename} cannot be written: {error.strerror}") from None

@@ -1,19 +1,16 @@
-"""The ResponseStore of an application: in the replica, or as an actor that replicas share; and the path of its file."""
+"""The ResponseStore of an application: in the replica, or as an actor that replicas share."""
 
 from __future__ import annotations
 
 import asyncio
-import os
 from collections.abc import Callable, Coroutine, Mapping
-from pathlib import Path
 from typing import TYPE_CHECKING, Any, cast
-from urllib.parse import quote
 
 from raylm.config import Config
-from raylm.errors import ConfigError, StoreLostError
-from raylm.ingress.responses.database import MEMORY, FileDatabase, keep_private
+from raylm.errors import StoreLostError
+from raylm.ingress.responses.database import FileDatabase
 from raylm.ingress.responses.postgres import PostgresDatabase, is_postgres
-from raylm.ingress.responses.storage import become_owner, network_storage
+from raylm.ingress.responses.storage import become_owner, store_path
 from raylm.ingress.responses.store import FOLLOW_S, ResponseStore
 from raylm.ray_private import listen_where_ray_does
 
@@ -48,34 +45,6 @@ def open_store(
     if shared is None:
         return ResponseStore(FileDatabase(store_path(knob, application)))
     return cast(ResponseStore, _RemoteStore(shared))
-
-
-def find_store(knob: str | None, application: str) -> Path | None:
-    """The path of the store: ``ingress.store``, by default a file of the application. None means in memory.
-
-    Outside an application the default is in memory. Does not create or read files.
-    """
-    if knob == MEMORY or (knob is None and not application):
-        return None
-    state = Path(os.environ.get("XDG_STATE_HOME") or "~/.local/state") / "raylm"
-    return (state / f"{quote(application, safe='')}.sqlite" if knob is None else Path(knob)).expanduser()
-
-
-def store_path(knob: str | None, application: str) -> str:
-    """As ``find_store``, and create the file. Raises ConfigError if it cannot be written."""
-    if (path := find_store(knob, application)) is None:
-        return MEMORY
-    try:
-        path.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
-        if (kind := network_storage(path)) is not None:
-            raise ConfigError(
-                f"ingress.store: {path} is on a network file system ({kind}), on which SQLite's log does not work; "
-                "choose a file on a disk of the machine."
-            )
-        keep_private(path)
-    except OSError as error:
-        raise ConfigError(f"ingress.store: {path} cannot be written ({error.strerror}); choose another file.") from None
-    return str(path)
 
 
 class _RemoteStore:

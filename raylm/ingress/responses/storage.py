@@ -1,15 +1,18 @@
-"""What kind of file system a file is on, and which actor owns the file of a store."""
+"""The file of a store: its path, what kind of file system it is on, and which actor owns it."""
 
 from __future__ import annotations
 
+import errno
 import fcntl
 import os
 import re
 import time
 from pathlib import Path
+from urllib.parse import quote
 
 from raylm.errors import ConfigError
-from raylm.ingress.responses.database import MEMORY
+from raylm.folders import in_home, user_folder
+from raylm.ingress.responses.database import MEMORY, keep_private
 
 _MOUNTS = Path("/proc/self/mountinfo")
 # Types in /proc/self/mountinfo. Locks and shared memory of such files are not those of a local disk, or other machines
@@ -25,6 +28,38 @@ _LOCAL_FUSE = frozenset({
 _ESCAPE = re.compile(r"\\([0-7]{3})")
 _OWNER_S = 30.0  # for the one before to end
 _POLL_S = 0.1
+
+
+def find_store(knob: str | None, application: str) -> Path | None:
+    """The path of the store: ``ingress.store``, by default a file of the application. None means in memory.
+
+    Outside an application the default is in memory. Does not create or read files.
+    """
+    if knob == MEMORY or (knob is None and not application):
+        return None
+    if knob is not None:
+        return in_home(knob, "ingress.store")
+    return user_folder("XDG_STATE_HOME", "~/.local/state") / f"{quote(application, safe='')}.sqlite"
+
+
+def store_path(knob: str | None, application: str) -> str:
+    """As ``find_store``, and create the file. Raises ConfigError if it cannot be written."""
+    if (path := find_store(knob, application)) is None:
+        return MEMORY
+    try:
+        path.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
+        if (kind := network_storage(path)) is not None:
+            raise ConfigError(
+                f"ingress.store: {path} is on a network file system ({kind}), on which SQLite's log does not work; "
+                "choose a file on a disk of the machine."
+            )
+        keep_private(path)
+        for one in (path, path.parent):  # SQLite's log is beside the file
+            if not os.access(one, os.W_OK):
+                raise PermissionError(errno.EACCES, os.strerror(errno.EACCES))
+    except OSError as error:
+        raise ConfigError(f"ingress.store: {path} cannot be written ({error.strerror}); choose another file.") from None
+    return str(path)
 
 
 def network_storage(path: Path, mounts: Path = _MOUNTS) -> str | None:

@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 from raylm.errors import ConfigError
-from raylm.ingress.responses import shared_store
+from raylm.ingress.responses import storage
 from raylm.ingress.responses.database import MEMORY
 from raylm.ingress.responses.storage import become_owner, network_storage
 
@@ -68,10 +68,10 @@ def test_the_disk_of_this_machine_is_none(tmp_path: Path) -> None:
 
 
 def test_a_store_on_one_is_refused_by_name(tmp_path: Path, mounts: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(shared_store, "network_storage", lambda path: network_storage(path, mounts))
+    monkeypatch.setattr(storage, "network_storage", lambda path: network_storage(path, mounts))
     path = tmp_path / "nfs" / "x.sqlite"
     with pytest.raises(ConfigError, match=r"^ingress.store: .*/nfs/x.sqlite is on a network file system \(nfs4\)"):
-        shared_store.store_path(str(path), "app")
+        storage.store_path(str(path), "app")
     assert not path.exists()
 
 

@@ -16,7 +16,7 @@ import pytest
 
 from raylm.errors import ConfigError, StoreLostError
 from raylm.ingress.responses.database import MEMORY, MIGRATIONS, FileDatabase, fault_of
-from raylm.ingress.responses.shared_store import store_path
+from raylm.ingress.responses.storage import store_path
 from raylm.ingress.responses.store import LEASE_S, MOST_MAKERS, ResponseStore, ToldEvents
 from tests.ingress.responses.conftest import Place
 
