@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import io
 import signal
 import sys
 from collections.abc import Iterator
@@ -43,10 +44,12 @@ def chat(
     """
     from rich.console import Console
 
-    from raylm.cli.conversation import ChatState
+    from raylm.cli.conversation import ChatState, valid
     from raylm.client import ServerError, is_address
 
     given = {"temperature": temperature, "max_tokens": max_tokens}
+    if isinstance(sys.stdin, io.TextIOWrapper):
+        sys.stdin.reconfigure(errors="surrogateescape")  # lines with such bytes are refused
     if sys.stdin.isatty():  # a shell that starts this process in the background ignores SIGINT for it
         signal.signal(signal.SIGINT, signal.default_int_handler)
     with asyncio.Runner() as runner:
@@ -58,7 +61,7 @@ def chat(
             try:
                 named = model or (None if is_url else target) or runner.run(connection.first_model())
                 kept = {name: value for name, value in given.items() if value is not None}
-                talk = ChatState(named, system, kept)
+                talk = ChatState(named, valid("--system", system), kept)
                 if sys.stdin.isatty():
                     status = ChatSession(runner, connection, talk, Console(highlight=False)).run()
                 else:
@@ -128,7 +131,10 @@ class _Writer:
 
 
 async def _answer(connection: Connection, talk: ChatState, screen: Console | None) -> Answer:
-    """Request the next answer and write it as it arrives. A partial answer is kept if the stream ends early."""
+    """Request the next answer and write it as it arrives; calls of tools are written at its end.
+
+    A partial answer is kept if the stream ends early.
+    """
     import time
 
     from raylm.client import Answer, delta_of
@@ -141,6 +147,8 @@ async def _answer(connection: Connection, talk: ChatState, screen: Console | Non
             writer.write(delta.text, delta.thoughts)
     finally:
         talk.answers(writer.text)
+        for place, arguments in sorted(answer.calls.items()):
+            writer.write(f"{chr(10) if writer.text else ''}{answer.functions[place]}({arguments})", "")
         if answer.chunks:
             print(flush=True)
     return answer

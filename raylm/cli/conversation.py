@@ -11,6 +11,15 @@ from raylm.errors import ConfigError
 from raylm.folders import in_home
 
 
+def valid(what: str, text: str) -> str:
+    """Return a text that a request can hold. ConfigError if it has bytes that are no characters of the terminal."""
+    try:
+        text.encode()
+    except UnicodeEncodeError:
+        raise ConfigError(f"{what} is not valid UTF-8.") from None
+    return text
+
+
 @dataclass(frozen=True)
 class Reply:
     """The result of a command: a line to show, a repetition of the last question, or the end of the chat."""
@@ -40,20 +49,20 @@ class ChatState:
         return [*([{"role": "system", "content": self.system}] if self.system else []), *self.messages]
 
     def asks(self, text: str) -> None:
-        self.question, self.answered = text, False
+        self.question, self.answered = valid("the line", text), False
         self.messages.append({"role": "user", "content": text})
 
     def answers(self, text: str) -> None:
-        """Add a complete or stopped answer. If it has no text, its question is removed."""
-        self.answered = bool(text)
-        if text:
+        """Add a complete or stopped answer. If it has no text but white space, its question is removed."""
+        self.answered = bool(text.strip())
+        if self.answered:
             self.messages.append({"role": "assistant", "content": text})
         else:
             self.messages.pop()
 
     def command(self, line: str) -> Reply:
         """Run a command, a line that begins with a slash. ConfigError if it fails."""
-        name, _, rest = line.partition(" ")
+        name, _, rest = valid("the line", line).partition(" ")
         if name not in COMMANDS:
             raise ConfigError(f"there is no {name}; /help lists the commands, and // begins a text with a slash.")
         return COMMANDS[name][0](self, rest.strip())
@@ -78,9 +87,12 @@ class ChatState:
             self.fields.pop(name, None)
             return Reply(f"{name} is the server's default")
         try:
-            self.fields[name] = json.loads(text)
+            value = json.loads(text)
         except ValueError:
-            self.fields[name] = text
+            value = text
+        if name == "n" and value != 1:
+            raise ConfigError("/set n: the chat shows one answer, so it must be 1.")
+        self.fields[name] = value
         return Reply(f"{name} is {json.dumps(self.fields[name])}")
 
     def _clear(self, rest: str) -> Reply:

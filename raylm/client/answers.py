@@ -34,6 +34,7 @@ class Answer:
     tokens: int = 0
     chunks: int = 0
     calls: dict[int, str] = field(default_factory=dict)  # the arguments of each tool call
+    functions: dict[int, str] = field(default_factory=dict)  # the name of the function of each tool call
     finish: str = ""
     kind: str = ""
     error: str | None = None
@@ -61,6 +62,7 @@ class Answer:
         for call in delta.calls:
             place, function = int(call.get("index", 0)), call.get("function") or {}
             self.calls[place] = self.calls.get(place, "") + (function.get("arguments") or "")
+            self.functions[place] = self.functions.get(place) or function.get("name") or ""
         self.finish = delta.finish or self.finish
         if delta.usage:
             self.prompt_tokens = int(delta.usage.get("prompt_tokens") or 0)

@@ -74,10 +74,49 @@ def test_a_question_that_failed_can_be_asked_again() -> None:
     assert [message["content"] for message in talk.messages] == ["first", "answer", "second"]
 
 
-@pytest.mark.parametrize("line", ["/retry", "/save", "/save /no/such/folder/file", "/set stream false", "/nothing"])
+@pytest.mark.parametrize(
+    "line", ["/retry", "/save", "/save /no/such/folder/file", "/set stream false", "/set n 2", "/nothing"]
+)
 def test_a_command_that_cannot_be_done_says_so(line: str) -> None:
     with pytest.raises(ConfigError, match=line.split()[0]):
         ChatState("m").command(line)
+
+
+def test_calls_are_shown_and_leave_no_empty_turn() -> None:
+    with OpenAIServer(answer="") as server:
+        server.arguments = '{"q": 1}'
+        assert run(server.url, lines="one\ntwo\n") == 'find({"q": 1})\n' * 2
+        server.answer = "so "
+        server.arguments = '{"q": 2}'
+        assert run(server.url, "--max-tokens", "1", lines="three\nfour\n") == 'so \nfind({"q": 2})\n' * 2
+    said = [[message["content"] for message in body["messages"]] for body in server.bodies]
+    assert said == [["one"], ["two"], ["three"], ["three", "so ", "four"]]
+
+
+def test_white_space_is_no_answer() -> None:
+    talk = ChatState("m")
+    talk.asks("first")
+    talk.answers(" \n")
+    assert talk.messages == []
+    assert talk.command("/retry").ask
+
+
+@pytest.mark.parametrize("locale", ["C.UTF-8", "C"])
+def test_a_line_that_is_no_text_is_refused(locale: str) -> None:
+    with OpenAIServer(answer="yes ") as server:
+        command = [sys.executable, "-m", "raylm.cli.main", "chat", server.url, "--max-tokens", "2"]
+        environment = os.environ | {"LC_ALL": locale, "PYTHONIOENCODING": ""}
+        done = subprocess.run(
+            command, input="é\n".encode() + b"caf\xe9\n", capture_output=True, timeout=300, check=False, env=environment
+        )
+    assert (done.returncode, done.stdout, done.stderr) == (2, b"yes yes \n", b"raylm: the line is not valid UTF-8.\n")
+    assert [body["messages"][-1]["content"] for body in server.bodies] == ["é"]
+
+
+def test_one_choice_may_be_set() -> None:
+    talk = ChatState("m")
+    talk.command("/set n 1")
+    assert talk.body()["n"] == 1
 
 
 def test_help_has_every_command() -> None:
