@@ -36,7 +36,7 @@ class CacheConfig(Frozen):
 
     block_size: Literal[16, 32, 64] | None = None
     """Tokens per KV block; by default 16 on CPUs, and 64 on GPUs (a tile of the attention kernel)."""
-    memory_gib: float | None = Field(None, gt=0)
+    memory_gib: float | None = Field(None, gt=0, allow_inf_nan=False)
     """Size of the KV pool of each worker in GiB. By default it holds `max_num_seqs` sequences of full length and 16
     more in the prefix cache, but takes at most a share of the memory that is free after a profile run."""
     num_blocks: int | None = Field(None, ge=2)
@@ -132,7 +132,7 @@ class EngineConfig(Frozen):
     attention_backend: Literal["auto", "triton", "xformers", "cpu", "sdpa"] = "auto"
     """The kernels of attention. By default the fastest that support the model: on GPUs RayLM's Triton kernel, then
     xformers', then torch's (sdpa); on CPUs the native kernel, then torch's. Another choice must support the model."""
-    num_cpus: float = Field(0.1, ge=0)
+    num_cpus: float = Field(0.1, ge=0, allow_inf_nan=False)
     """CPUs that Ray reserves for each worker on CPUs; used for placement, not a limit."""
     step_timeout_s: float = Field(300, gt=0)
     """Time limit of one step in seconds. The limit is shorter, 20 times the usual time of steps of the same size but at

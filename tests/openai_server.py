@@ -18,6 +18,7 @@ from tests.ingress.harness import served
 
 WARM_UP = 4  # requests at the beginning of a load
 OVERHEAD, PER_WORD = 5, 2  # tokens around the words of a prompt, and tokens of a word
+_FAULTS = ("", "stream", "cut", "short", "silent", "json")
 CALL = {"index": 0, "id": "call-1", "type": "function", "function": {"name": "find", "arguments": ""}}
 
 
@@ -25,7 +26,8 @@ class OpenAIServer:
     """A context manager, whose value is the server. Its app runs in a thread. Each of ``faults`` affects one request:
 
     a number the answer has that status 'stream' an error event after the first token 'cut' the stream ends after the
-    first token 'short' one token less than requested 'silent' no usage 'json' an event that is not valid JSON
+    first token 'short' one token less than requested 'silent' no usage 'json' an event that is not valid JSON. Any
+    other text is an event of the answer.
 
     Streams after the warm-up continue when ``open_first`` streams are open.
     """
@@ -110,6 +112,8 @@ class OpenAIServer:
                 yield {"error": {"message": "the engine was lost"}}
             if number == 0 and fault == "json":
                 yield "{no json"
+            if number == 0 and fault not in _FAULTS:
+                yield fault
             if number == 0 and fault == "cut":
                 return
         yield {"choices": [{"index": 0, "delta": {}, "finish_reason": "length" if "max_tokens" in body else "stop"}]}

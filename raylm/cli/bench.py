@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import json
+import math
 import os
 import sys
 from collections.abc import Callable, Iterator, Sequence
@@ -185,8 +186,8 @@ def _numbers(option: str, text: str | None, kind: Callable[[str], Any]) -> tuple
         found = tuple(kind(part) for part in (text or "").replace(",", " ").split())
     except ValueError:
         raise ConfigError(f"--{option} {text}: must be one number, or several separated by commas.") from None
-    if text is not None and (not found or min(found) <= 0):
-        raise ConfigError(f"--{option} {text}: numbers must be above 0.")
+    if text is not None and (not found or not all(0 < number < math.inf for number in found)):
+        raise ConfigError(f"--{option} {text}: numbers must be above 0, and finite.")
     return found
 
 

@@ -208,11 +208,34 @@ def _bundled_haproxy() -> str | None:
 def check_ports(subject: Subject) -> Iterator[Finding]:
     file = subject.file
     if not port_is_free(file.host, file.port):
-        yield Finding("ports", "problem", f"port {file.port} is already in use", "another --port, or end it")
+        text = f"port {file.port} is already in use"
+        if ray_address() is None:
+            yield Finding("ports", "problem", text, "another --port, or end it")
+        else:
+            yield Finding(
+                "ports", "note", text, "another --port, unless it is the cluster's Ray Serve, which is joined"
+            )
         return
     taken = [str(port) for port in internal_ports() if not port_is_free("", port)]
     others = f"; inside, others in place of {', '.join(taken)}, which somebody has" if taken else ""
     yield Finding("ports", "ok", f"{file.port} is free{others}")
+
+
+def check_knobs(subject: Subject) -> Iterator[Finding]:
+    """Check the knobs that name something which must exist."""
+    from raylm.frontend import check_observers, check_parsers
+
+    for config in subject.file.configs():
+        check_observers(config)
+        check_parsers(config)
+        if (root := config.lora.root) is not None and not Path(root).is_dir():
+            raise ConfigError(f"lora.root: {root} is not a directory on this machine.")
+        if (folder := config.engine.record_dir) is not None:
+            path = Path(folder).expanduser().absolute()
+            there = next(one for one in (path, *path.parents) if one.exists())
+            if not there.is_dir() or not os.access(there, os.W_OK):
+                raise ConfigError(f"engine.record_dir: {path} cannot be written; choose another directory.")
+    yield Finding("knobs", "ok", "the parsers, directories and packages that they name are there")
 
 
 def check_keys(subject: Subject) -> Iterator[Finding]:
@@ -321,5 +344,5 @@ def _kernels_are_ready() -> bool:
 
 CHECKS: tuple[Callable[[Subject], Iterator[Finding]], ...] = (
     check_packages, check_cpu, check_kernels, check_cores, check_memory, check_ray, check_haproxy, check_ports,
-    check_certificates, check_keys, check_store, check_gpus, check_model,
+    check_certificates, check_knobs, check_keys, check_store, check_gpus, check_model,
 )  # fmt: skip

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import http.client
 import json
 import queue
 import re
@@ -89,8 +90,7 @@ class Launcher:
         for config in served.configs():
             check_checkpoint(resolve(config.model, config.revision))
             check_observers(config)
-        for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
-            signal.signal(number, self._on_signal)
+        self._take_signals()
         self._report("config", f"RayLM {__version__}, {served.source}: {'; '.join(map(_describe, served.configs()))}")
         process = ServeProcess(served, self._address is None and self._settings.dashboard is not False)
         try:
@@ -103,6 +103,12 @@ class Launcher:
         if self._refusal is not None:
             raise ConfigError(self._refusal)
         return 0 if self._signals and clean and self._failure is None else 1
+
+    def _take_signals(self) -> None:
+        for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
+            if number == signal.SIGHUP and signal.getsignal(number) == signal.SIG_IGN:
+                continue  # under nohup: the server outlives its terminal
+            signal.signal(number, self._on_signal)
 
     def _on_signal(self, number: int, frame: FrameType | None) -> None:
         self._signals += 1
@@ -209,7 +215,7 @@ class Launcher:
         try:
             with opener.open(urllib.request.Request(url, headers=headers), timeout=1) as answer:
                 return bool(answer.status == 200)
-        except OSError:
+        except (OSError, http.client.HTTPException):
             return False
 
     def _report(self, stage: str, text: str, kind: Kind = "stage", line: str = "") -> None:

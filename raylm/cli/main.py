@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import atexit
 import ctypes
+import io
 import json
 import os
 import signal
@@ -30,6 +31,14 @@ app = typer.Typer(no_args_is_help=True, pretty_exceptions_enable=False)
 _PR_SET_PDEATHSIG = 1
 _WATCH_PERIOD_S = 1.0
 _VITAL = {"gcs_server", "raylet"}
+
+
+@app.callback()
+def begin() -> None:
+    """Serve models, and look at servers."""
+    for stream in (sys.stdin, sys.stdout, sys.stderr):
+        if isinstance(stream, io.TextIOWrapper):
+            stream.reconfigure(errors="replace")  # a terminal without a character shows ? in its place
 
 
 @app.command(cls=KnobCommand, no_args_is_help=True, context_settings=KNOBS)

@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
+import os
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Annotated, Any, TypeVar
 
-from pydantic import Field, ValidationError
+from pydantic import BaseModel, Field, ValidationError
 
 from raylm.config import Config, Frozen, faults
 from raylm.errors import ConfigError
@@ -79,16 +80,28 @@ class HTTPOptions(Frozen):
     root_path: Any = None
     request_timeout_s: Any = None
     keep_alive_timeout_s: Any = None
-    ssl_keyfile: Any = None
-    ssl_certfile: Any = None
+    ssl_keyfile: str | None = None
+    ssl_certfile: str | None = None
     ssl_keyfile_password: Any = None
-    ssl_ca_certs: Any = None
+    ssl_ca_certs: str | None = None
+
+
+class RuntimeEnv(BaseModel):
+    """The part of Ray's runtime_env that RayLM reads."""
+
+    env_vars: dict[str, str] | None = None
+
+
+class ControllerOptions(BaseModel):
+    """The part of the controller's options that RayLM reads."""
+
+    runtime_env: RuntimeEnv | None = None
 
 
 class ApplicationEntry(Frozen):
     import_path: str
     args: dict[str, Any] | None = None
-    route_prefix: Annotated[str, Field(pattern="^/")] | None = "/"
+    route_prefix: Annotated[str, Field(pattern=r"^/([!-z|~]*[!-.0-z|~])?$")] | None = "/"  # what a URL may have
     name: Annotated[str, Field(min_length=1)] = APPLICATION
     runtime_env: Any = None
     host: Any = None
@@ -106,7 +119,7 @@ class DeployFile(Frozen):
     http_options: HTTPOptions = HTTPOptions()
     proxy_location: Any = None
     grpc_options: Any = None
-    controller_options: Any = None
+    controller_options: ControllerOptions | None = None
     logging_config: Any = None
     tracing_config: Any = None
     target_capacity: Any = None
@@ -135,7 +148,13 @@ def check_tree(tree: dict[str, Any], source: str) -> ServedFile:
             raise ConfigError(f"{source}, applications: several have the {key} {twice!r}; each needs its own.")
     options = file.http_options
     scheme = "https" if options.ssl_certfile else "http"
-    return ServedFile(source, tree, options.host, options.port, scheme, applications)
+    served = ServedFile(source, tree, options.host, options.port, scheme, applications)
+    if scheme == "https" and served.environment.get(HAPROXY_VARIABLE, os.environ.get(HAPROXY_VARIABLE)) == "1":
+        raise ConfigError(
+            f"{source}, http_options.ssl_certfile: HAProxy does not serve TLS; put TLS in front (nginx, Caddy), or "
+            f"remove {HAPROXY_VARIABLE}."
+        )
+    return served
 
 
 def our_places(tree: dict[str, Any]) -> list[int]:

@@ -119,6 +119,8 @@ def _write(files: list[Path], convert: Convert, given: dict[str, Any], to: Path 
 
     try:
         chosen = checked_options(lambda: Selection(**given))
+        if to is not None and any(path.exists() and to.exists() and path.samefile(to) for path in files):
+            raise ConfigError(f"--to {to}: it is read; choose another file.")
         total = total or sum(path.stat().st_size for path in files if path.exists())
         with _progress(total) as advance, _output(to) as out:
             number = 0
@@ -134,6 +136,10 @@ def _write(files: list[Path], convert: Convert, given: dict[str, Any], to: Path 
         print(f"raylm: {error.message}", file=sys.stderr)
         raise typer.Exit(2) from None
     except BrokenPipeError:  # the reader needs no more lines
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        raise typer.Exit(1) from None
+    except OSError as error:  # the disk is full
+        print(f"raylm: {'stdout' if to is None else f'--to {to}'}: {error.strerror}", file=sys.stderr)
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         raise typer.Exit(1) from None
 

@@ -53,7 +53,17 @@ class Answer:
         self.kind, self.error = kind, message
 
     def take(self, event: dict[str, Any]) -> None:
-        """Process an event that has just arrived."""
+        """Process an event that has just arrived.
+
+        Raises:
+            ServerError: the event is none of a completion.
+        """
+        try:
+            self._take(event)
+        except (AttributeError, TypeError, ValueError) as error:
+            raise ServerError("stream", f"an event is none of a completion: {error}") from error
+
+    def _take(self, event: dict[str, Any]) -> None:
         delta, now = delta_of(event), time.perf_counter() - self.sent
         if delta:
             self.pause = max(self.pause, now - self.last) if self.chunks else 0.0

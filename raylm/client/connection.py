@@ -126,9 +126,12 @@ async def events(response: aiohttp.ClientResponse) -> AsyncIterator[dict[str, An
             if data == b"[DONE]":
                 return
             try:
-                yield json.loads(data)
+                event = json.loads(data)
             except ValueError:
                 raise ServerError("stream", f"an event is not JSON: {_short(data.decode(errors='replace'))}") from None
+            if not isinstance(event, dict):
+                raise ServerError("stream", f"an event is not an object: {_short(data.decode(errors='replace'))}")
+            yield event
     raise ServerError("cut off", "the stream ended too early")
 
 

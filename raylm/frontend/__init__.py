@@ -12,6 +12,7 @@ if TYPE_CHECKING:
     from raylm.frontend.admission import Reservation as Reservation
     from raylm.frontend.admission import Throttle as Throttle
     from raylm.frontend.answers.chat_processor import ChatPrompt as ChatPrompt
+    from raylm.frontend.answers.chat_processor import check_parsers as check_parsers
     from raylm.frontend.async_llm import AsyncLLM as AsyncLLM
     from raylm.frontend.engines.discovery import Discovery as Discovery
     from raylm.frontend.engines.engine_client import LocalEngineClient as LocalEngineClient
@@ -57,7 +58,10 @@ _MODULES = {
         "Reservation",
         "Throttle",
     ),
-    "answers.chat_processor": ("ChatPrompt",),
+    "answers.chat_processor": (
+        "ChatPrompt",
+        "check_parsers",
+    ),
     "async_llm": ("AsyncLLM",),
     "engines.discovery": ("Discovery",),
     "engines.engine_client": ("LocalEngineClient",),

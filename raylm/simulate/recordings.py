@@ -39,6 +39,14 @@ def read_recordings(paths: list[Path], **over: Any) -> Recorded:
     Raises:
         ConfigError: a file is not a recording, or the engines differ in more than their number of blocks.
     """
+    try:
+        return _recorded(paths, over)
+    except (ArithmeticError, AttributeError, LookupError, TypeError, ValueError) as error:
+        names = ", ".join(map(str, paths))
+        raise ConfigError(f"{names}: a line is damaged or missing ({type(error).__name__}: {error}).") from error
+
+
+def _recorded(paths: list[Path], over: dict[str, Any]) -> Recorded:
     heads = [_head(path) for path in paths]
     for path, head in zip(paths, heads, strict=True):
         if different := [name for name in _SAME if head[name] != heads[0][name]]:

@@ -12,7 +12,7 @@ from pydantic import ValidationError
 
 from raylm.config import SchedulerConfig
 from raylm.engine import KVCacheManager, Scheduler, columns
-from raylm.errors import ConfigError
+from raylm.errors import ConfigError, InvalidRequestError
 from raylm.messages import EngineCoreRequest, ModelRunnerOutput, NewSequence, SchedulerOutput, ServiceLevel
 from raylm.params import SamplingParams
 from raylm.simulate.executor import SimulatedAnswers
@@ -29,7 +29,13 @@ def replay(path: Path) -> int:
     Raises:
         ConfigError: the recording cannot be replayed; or a plan differs, with its step and the difference.
     """
-    return _Replay(path).run()
+    try:
+        return _Replay(path).run()
+    except (ArithmeticError, AssertionError, AttributeError, LookupError, TypeError, ValueError) as error:
+        found = f"{type(error).__name__}: {error}"
+        raise ConfigError(f"{path}: a line is damaged or missing, or the Scheduler failed ({found}).") from error
+    except InvalidRequestError as error:
+        raise ConfigError(f"{path}: a line is damaged ({error.message})") from error
 
 
 class _Replay:

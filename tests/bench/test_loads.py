@@ -66,6 +66,15 @@ def test_chunks_that_hold_several_tokens_are_not_counted_as_one() -> None:
     assert answer.itl == (answer.last - answer.ttft) / 4
 
 
+@pytest.mark.parametrize("event", ["null", "5", '{"choices": [null]}', '{"usage": {"prompt_tokens": "many"}}'])
+def test_an_event_of_another_form_is_an_error_of_its_request_alone(tmp_path: Path, event: str) -> None:
+    out = tmp_path / "out.json"
+    with OpenAIServer(*[""] * 4, event) as server:
+        run(server.url, "--concurrency", "1", "--requests", "2", "--json", str(out), status=1)
+    (found,) = figures(out)
+    assert (found["requests"], found["errors"]) == (2, {"stream": 1})
+
+
 def test_errors_are_counted_by_kind_and_the_status_tells(tmp_path: Path) -> None:
     out = tmp_path / "out.json"
     with OpenAIServer(*[""] * 4, 429, 503, "stream", "cut", "short", "silent", "json", 429) as server:
@@ -218,6 +227,8 @@ def test_a_picture(tmp_path: Path) -> None:
     [
         ("--concurrency 0", "--concurrency 0: numbers must be above 0"),
         ("--rate x", "--rate x: must be one number"),
+        ("--rate nan", "--rate nan: numbers must be above 0, and finite"),
+        ("--rate 2,inf", "--rate 2,inf: numbers must be above 0, and finite"),
         ("--rate 2 --concurrency 3", "Set only one of --trace"),
         ("--prompt-tokens 9:3", "--prompt-tokens 9:3"),
         ("--prefixes 0", "--prefixes: "),

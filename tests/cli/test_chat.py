@@ -75,7 +75,16 @@ def test_a_question_that_failed_can_be_asked_again() -> None:
 
 
 @pytest.mark.parametrize(
-    "line", ["/retry", "/save", "/save /no/such/folder/file", "/set stream false", "/set n 2", "/nothing"]
+    "line",
+    [
+        "/retry",
+        "/save",
+        "/save /no/such/folder/file",
+        "/save ~nobody-of-this-name/file",
+        "/set stream false",
+        "/set n 2",
+        "/nothing",
+    ],
 )
 def test_a_command_that_cannot_be_done_says_so(line: str) -> None:
     with pytest.raises(ConfigError, match=line.split()[0]):

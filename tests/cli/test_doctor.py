@@ -113,6 +113,7 @@ def test_a_certificate_that_is_not_there_and_a_model_larger_than_the_memory(
 ) -> None:
     file = yaml.safe_load((ROOT / "configs" / "llama.yaml").read_text())
     file["http_options"] |= {"ssl_certfile": "/no/such/cert.pem", "ssl_keyfile": "/no/such/key.pem"}
+    file["controller_options"]["runtime_env"]["env_vars"]["RAY_SERVE_ENABLE_HA_PROXY"] = "0"
     (tmp_path / "serve.yaml").write_text(yaml.safe_dump(file))
     assert "ssl_certfile: /no/such/cert.pem cannot be read" in problem("certificates", str(tmp_path / "serve.yaml"))
     monkeypatch.setattr("raylm.cli.examination.available_memory", lambda: 1000)
@@ -123,6 +124,29 @@ def test_no_ray_at_its_address_and_no_file_of_keys(monkeypatch: pytest.MonkeyPat
     assert "api_keys_file" in problem("keys", "--api-keys-file", "/no/such/file")
     monkeypatch.setenv("RAY_ADDRESS", f"127.0.0.1:{free_port()}")
     assert "no Ray answers" in problem("ray")
+
+
+@pytest.mark.parametrize(
+    ("words", "said"),
+    [
+        (("--tool-parser", "none-of-these"), "tool_parser: 'none-of-these' is not known"),
+        (("--reasoning-parser", "none-of-these"), "reasoning_parser: 'none-of-these' is not known"),
+        (("--lora.root", "/no/such/folder"), "lora.root: /no/such/folder is not a directory"),
+        (("--record-dir", "/dev/null/steps"), "engine.record_dir: /dev/null/steps cannot be written"),
+    ],
+)
+def test_a_knob_that_would_end_the_start_is_a_problem(words: tuple[str, ...], said: str) -> None:
+    assert said in problem("knobs", *words)
+
+
+def test_on_a_cluster_a_port_in_use_is_a_note(monkeypatch: pytest.MonkeyPatch) -> None:
+    with socket.socket() as gcs, socket.socket() as serve:
+        for one in (gcs, serve):
+            one.bind(("127.0.0.1", 0))
+            one.listen()
+        monkeypatch.setenv("RAY_ADDRESS", f"127.0.0.1:{gcs.getsockname()[1]}")
+        found = examined("--port", str(serve.getsockname()[1]), status=0)
+    assert (found["ports"]["state"], "which is joined" in found["ports"]["cure"]) == ("note", True)
 
 
 def test_a_model_that_is_not_here_is_no_problem_and_not_downloaded(tmp_path: Path) -> None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import os
 import queue
+import signal
 import socket
 import subprocess
 import sys
@@ -17,7 +18,9 @@ import pytest
 import yaml
 from typer.testing import CliRunner
 
+from raylm.checkpoint import resolve
 from raylm.cli import launcher, main
+from raylm.cli.options import Place, served
 from raylm.cli.serve_file import ApplicationEntry, DeployFile, HTTPOptions, read_serve_file
 from raylm.cli.serve_process import claim_port, port_is_free, serve_ports, session_members
 from raylm.config import IngressConfig, knobs
@@ -102,6 +105,24 @@ def test_two_models_and_an_application_of_somebody_else_are_read(tmp_path: Path)
         ("applications: [{import_path: 'raylm:build_app', arg: {}}]", "did you mean 'args'"),
         ("applications: [{import_path: 'raylm:build_app', args: x}]", "args: Input should be a valid dict"),
         ("applications: [{import_path: 'raylm:build_app', route_prefix: llm}]", "route_prefix: String should match"),
+        ("applications: [{import_path: 'raylm:build_app', route_prefix: /a b}]", "route_prefix: String should match"),
+        ("applications: [{import_path: 'raylm:build_app', route_prefix: /é}]", "route_prefix: String should match"),
+        ("applications: [{import_path: 'raylm:build_app', route_prefix: /a/}]", "route_prefix: String should match"),
+        ("{applications: [{import_path: 'raylm:build_app'}], controller_options: x}", "controller_options: Input"),
+        (
+            "{applications: [{import_path: 'raylm:build_app'}], controller_options: {runtime_env: {env_vars: {A: 1}}}}",
+            "controller_options.runtime_env.env_vars.A: Input should be a valid string",
+        ),
+        (
+            "{applications: [{import_path: 'raylm:build_app'}], http_options: {ssl_certfile: 5}}",
+            "http_options.ssl_certfile: Input should be a valid string",
+        ),
+        (
+            "{applications: [{import_path: 'raylm:build_app'}], http_options: {ssl_keyfile: k, ssl_certfile: c}, "
+            "controller_options: {runtime_env: {env_vars: {RAY_SERVE_ENABLE_HA_PROXY: '1'}}}}",
+            "http_options.ssl_certfile: HAProxy does not serve TLS; put TLS in front",
+        ),
+        ("applications: [{import_path: 'raylm:build_app', args: {cache: {memory_gib: .inf}}}]", "memory_gib: Input"),
         ("{applications: [{import_path: 'raylm:build_app'}], http_option: {port: 1}}", "did you mean 'http_options'"),
         ("{applications: [{import_path: 'raylm:build_app'}], http_options: {prot: 1}}", "did you mean 'port'"),
         (
@@ -300,6 +321,37 @@ def test_proxies_of_the_environment_are_not_asked_for_this_machine(
         monkeypatch.setenv(name, "http://127.0.0.1:9")
     watched = watching(answering, tmp_path, launcher.Settings())
     assert watched._is_healthy(watched._served.ours[0])
+
+
+def test_a_server_under_nohup_ignores_the_end_of_its_terminal(tmp_path: Path) -> None:
+    numbers = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
+    before = {number: signal.getsignal(number) for number in numbers}
+    watched = watching(81, tmp_path, launcher.Settings())
+    try:
+        signal.signal(signal.SIGHUP, signal.SIG_DFL)
+        watched._take_signals()
+        assert {signal.getsignal(number) for number in numbers} == {watched._on_signal}
+        signal.signal(signal.SIGHUP, signal.SIG_IGN)
+        watched._take_signals()
+        assert signal.getsignal(signal.SIGHUP) == signal.SIG_IGN
+    finally:
+        for number, handler in before.items():
+            signal.signal(number, handler)
+
+
+def test_what_the_encoding_of_the_terminal_lacks_is_replaced() -> None:
+    words = ("serve", "embedded", "--served-model-name", "日本", "--print-config")
+    done = subprocess.run(
+        [sys.executable, "-m", "raylm.cli.main", *words],
+        env=os.environ | {"PYTHONIOENCODING": "ascii"}, capture_output=True, text=True, check=True,
+    )  # fmt: skip
+    assert "served_model_name: ??" in done.stdout
+
+
+def test_the_home_of_an_unknown_user_is_no_model() -> None:
+    for find in (resolve, lambda model: served([model], Place())):
+        with pytest.raises(ConfigError, match="the home directory in ~nobody-of-this-name/model is unknown"):
+            find("~nobody-of-this-name/model")
 
 
 def test_waiting_for_ready_is_bounded_and_says_for_what(

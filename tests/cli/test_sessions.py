@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import fcntl
 import os
 import stat
 import subprocess
@@ -9,6 +10,9 @@ import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
+from typing import IO
+
+import pytest
 
 from raylm.cli.sessions import LONGEST_NAME, PrivateFolder, remove_ended
 from raylm.folders import MARKER, mark
@@ -64,6 +68,20 @@ def test_a_session_in_use_stays(tmp_path: Path) -> None:
     with mark(path):
         assert remove_ended([str(tmp_path)], kept=0) == []
     assert remove_ended([str(tmp_path)], kept=0) == ["raylm-tests-1"]
+
+
+def test_a_mark_is_held_as_soon_as_it_is_there(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    path, lock = session(tmp_path, "1", ours=False), fcntl.flock
+    removed: list[str] = []
+
+    def late(file: IO[str], how: int) -> None:
+        monkeypatch.undo()
+        removed.extend(remove_ended([str(tmp_path)], kept=0))
+        lock(file, how)
+
+    monkeypatch.setattr(fcntl, "flock", late)
+    with mark(path):
+        assert removed == remove_ended([str(tmp_path)], kept=0) == []
 
 
 def test_a_session_of_another_process_stays_until_that_is_killed(tmp_path: Path) -> None:

@@ -230,3 +230,18 @@ async def test_a_time_limit_is_by_the_clock_of_the_client_that_set_it(ahead_s: f
             errors |= dict(out.errors)
     assert drawn == {0}
     assert {key: type(error) for key, error in errors.items()} == {1: DeadlineExceededError}
+
+
+async def test_a_clock_that_is_set_back_keeps_no_news_from_a_client_that_watches() -> None:
+    now = 1_000_000.0
+    core = EngineCore(config(), FakeExecutor(FakeWorker(40)), lambda: now)
+    await core.start()
+    core.connect("a")
+    outbox = core.connect("b")
+    core.watch_blocks("b")
+    await outbox.get()
+    now -= 3600
+    core.add("a", [request([1] * 5)])
+    async with asyncio.timeout(60):
+        assert (await outbox.get()).stats.waiting == 1
+    await core.shutdown()

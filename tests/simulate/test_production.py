@@ -158,6 +158,8 @@ def test_files_are_read_as_the_lines_are_taken(name: str, tmp_path: Path) -> Non
         ("azure", "2023-11-16 18:17:04.0319600", "yesterday", "line 3: TIMESTAMP: "),
         ("azure", "2023-11-16 18:17:04.0319600", "2022-11-16 18:17:04", "line 3: TIMESTAMP: .* before the first"),
         ("azure", "04.0319600,3180,8", "04.0319600,3180", "line 3: must have 3 columns; it has 2"),
+        ("azure", "04.0319600,3180,8", "04.0319600Z,3180,8", "line 3: TIMESTAMP: .* must both have a zone, or none"),
+        ("azure", "04.0319600,3180,8", f"04.0319600,3180,{'8' * 200_000}", "line 3: field larger than field limit"),
         ("azure", "TIMESTAMP,", "", "line 1: must have the columns TIMESTAMP, "),
         ("agents", '"in":11300', '"in":0', r"agents.json: requests.1.n.in: .*greater"),
         ("agents", '"hash_ids":[1,2,3', '"hash_ids":["x",2,3', "agents.json: requests.0.n.hash_ids.0: "),
@@ -211,6 +213,14 @@ def test_what_cannot_be_read_or_is_not_valid_is_refused(tmp_path: Path) -> None:
     assert "--seconds 0: must be above 0" in refused("servegen", str(SERVEGEN), "--seconds", "0")
     assert "no request is left" in refused("azure", str(AZURE), "--longest", "2")
     assert "--to " in refused("azure", str(AZURE), "--to", str(tmp_path / "none" / "file"))
+    (file := tmp_path / "azure.csv").write_text(AZURE.read_text())
+    assert "it is read; choose another file" in refused("azure", str(file), "--to", f"{tmp_path}/./azure.csv")
+    assert file.read_text() == AZURE.read_text()
+
+
+def test_a_full_disk_is_told() -> None:
+    done = CliRunner().invoke(app, ["trace", "azure", str(AZURE), "--to", "/dev/full"])
+    assert (done.exit_code, "--to /dev/full: No space left on device" in done.output) == (1, True)
 
 
 def test_speed_share_and_length_choose() -> None:

@@ -7,6 +7,7 @@ import errno
 import json
 import os
 import random
+import re
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -102,6 +103,22 @@ def test_what_is_no_recording_is_refused(tmp_path: Path) -> None:
         replay(path)
     with pytest.raises(ConfigError, match="cannot be read"):
         replay(tmp_path / "none")
+
+
+@pytest.mark.parametrize(
+    ("kind", "field", "value"),
+    [("engine", "scheduler", None), ("add", "id", "x"), ("request", "blocks", 5), ("update", "step", 10**6)],
+)
+async def test_a_damaged_recording_is_refused(tmp_path: Path, kind: str, field: str, value: object) -> None:
+    path = await recorded(tmp_path, 1)
+    lines = [json.loads(line) for line in path.read_text().splitlines()]
+    next(line for line in lines if line["kind"] == kind)[field] = value
+    path.write_text("".join(json.dumps(line) + "\n" for line in lines))
+    with pytest.raises(ConfigError, match=re.escape(str(path))):
+        replay(path)
+    if kind != "update":  # the steps' order does not matter to their costs
+        with pytest.raises(ConfigError, match=re.escape(str(path))):
+            read_recordings([path])
 
 
 async def test_where_nothing_can_be_written_the_engine_says_so_at_its_start(tmp_path: Path) -> None:

@@ -143,6 +143,12 @@ class ChatProcessor:
         return parser
 
 
+def check_parsers(config: Config) -> None:
+    """Raise ConfigError if a configured parser is unknown."""
+    _choose("tool_parser", config.tool_parser, TOOL_PARSERS, None)
+    _choose("reasoning_parser", config.reasoning_parser, REASONING_PARSERS, None)
+
+
 def _without_strict(tool: dict[str, Any]) -> dict[str, Any]:
     """The tool as the template renders it. ``strict`` is for the server, not for the model."""
     return {**tool, "function": {key: value for key, value in tool["function"].items() if key != "strict"}}

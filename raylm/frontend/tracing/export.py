@@ -124,7 +124,10 @@ class SpanExport:
         if not (spans := self._ended.take()):
             return
         self._reason.text = ""
-        is_taking = self._exporter.export(spans) is SpanExportResult.SUCCESS
+        try:
+            is_taking = self._exporter.export(spans) is SpanExportResult.SUCCESS
+        except Exception as error:  # as the SDK's own thread: exporters up to 1.30 raise where nobody answers
+            is_taking, self._reason.text = False, self._reason.text or " ".join(str(error).split())[:300]
         if not is_taking:
             self.lost += len(requests)
         if is_taking != self._is_taking:

@@ -32,7 +32,10 @@ def azure(paths: list[Path], selection: Selection, advance: Advance) -> Iterator
     """
     rng, begun = selection.rng(), None
     for where, number, text in text_lines(paths, advance):
-        cells = next(csv.reader([text]))
+        try:
+            cells = next(csv.reader([text]))
+        except csv.Error as error:
+            raise ConfigError(f"{where}: {error}.") from None
         if number == 1:
             if cells != COLUMNS:
                 raise ConfigError(f"{where}: must have the columns {', '.join(COLUMNS)}; it has {', '.join(cells)}.")
@@ -41,6 +44,8 @@ def azure(paths: list[Path], selection: Selection, advance: Advance) -> Iterator
             raise ConfigError(f"{where}: must have {len(COLUMNS)} columns; it has {len(cells)}.")
         one = checked(_AzureRow, dict(zip(COLUMNS, cells, strict=True)), where)
         begun = begun or one.TIMESTAMP
+        if (begun.tzinfo is None) != (one.TIMESTAMP.tzinfo is None):
+            raise ConfigError(f"{where}: TIMESTAMP: {cells[0]} and the first request's must both have a zone, or none.")
         arrival = (one.TIMESTAMP - begun).total_seconds()
         if arrival < 0:
             raise ConfigError(f"{where}: TIMESTAMP: {cells[0]} is before the first request.")

@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import json
 import logging
-from collections.abc import AsyncIterator, Iterator
+from collections.abc import AsyncIterator, Iterator, Sequence
 from contextlib import asynccontextmanager
 from typing import Any
 
@@ -13,6 +13,8 @@ import pytest
 from opentelemetry.exporter.otlp.proto.http.trace_exporter import OTLPSpanExporter
 from opentelemetry.proto.trace.v1.trace_pb2 import Span, Status
 from opentelemetry.sdk.resources import Resource
+from opentelemetry.sdk.trace import ReadableSpan
+from opentelemetry.sdk.trace.export import SpanExporter, SpanExportResult
 
 from raylm.config import Config
 from raylm.errors import InvalidRequestError
@@ -245,6 +247,36 @@ async def test_requests_do_not_wait_for_a_collector_that_is_away(
     assert "Bad Request" in first
     assert "the spans of 3 requests were lost" in second
     assert [record for record in root.records if record.name.startswith("opentelemetry")] == []
+
+
+class Raising(SpanExporter):
+    """An exporter that raises once, as exporters up to 1.30 do where no collector answers, and then takes spans."""
+
+    def __init__(self) -> None:
+        self.taken: list[ReadableSpan] = []
+        self._raises = True
+
+    def export(self, spans: Sequence[ReadableSpan]) -> SpanExportResult:
+        raises, self._raises = self._raises, False
+        if raises:
+            raise ConnectionError("nobody answers")
+        self.taken.extend(spans)
+        return SpanExportResult.SUCCESS
+
+
+async def test_an_exporter_that_raises_loses_its_spans_and_no_later_ones(caplog: pytest.LogCaptureFixture) -> None:
+    timelines, exporter = Timelines(), Raising()
+    observer = SpanExport(exporter, Resource({}), "there")
+    timelines.observers = (observer,)
+    with noted(timelines, "first", "", "/"):
+        pass
+    await until(lambda: observer.lost == 1)
+    with noted(timelines, "second", "", "/"):
+        pass
+    await asyncio.to_thread(timelines.close, 300)
+    assert exporter.taken
+    assert observer.lost == 1
+    assert "spans cannot be sent to there and are being lost: nobody answers" in caplog.text
 
 
 def test_what_the_queue_cannot_hold_is_lost_and_closing_has_an_end(collector: Collector) -> None:
