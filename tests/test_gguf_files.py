@@ -11,7 +11,7 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-from gguf import GGUFValueType, GGUFWriter, TokenType
+from gguf import GGUFValueType, GGUFWriter, RopeScalingType, TokenType
 from tokenizers import Regex, Tokenizer, decoders, models, normalizers, pre_tokenizers, trainers
 from transformers import PreTrainedTokenizerFast
 from transformers.integrations.gguf.gguf_tokenizer_mapping import GGUF_PRE_TOKENIZER_SPLITS
@@ -212,7 +212,7 @@ def overwrite(key: str, value: object, kind: GGUFValueType) -> Callable[[GGUFWri
     return change
 
 
-STRING, UINT = GGUFValueType.STRING, GGUFValueType.UINT32
+STRING, UINT, FLOAT = GGUFValueType.STRING, GGUFValueType.UINT32, GGUFValueType.FLOAT32
 REFUSED = {
     "adapter": (
         overwrite("general.type", "adapter", STRING),
@@ -230,6 +230,10 @@ REFUSED = {
     ),
     "values": (overwrite("llama.attention.value_length", 8, UINT), "keys and values of .* differ in size"),
     "scaling": (overwrite("llama.rope.scaling.type", "longrope", STRING), "the rotary embedding 'longrope' of"),
+    "attention": (
+        overwrite("llama.rope.scaling.yarn_attn_factor", 0.5, FLOAT),
+        "yarn_attn_factor of .* is 0.5; only 1",
+    ),
     "no integer": (
         overwrite("llama.block_count", "x", STRING),
         "llama.block_count of .* is 'x'; it must be an integer",
@@ -247,6 +251,26 @@ REFUSED = {
     ),
     "parts": (overwrite("split.count", 3, UINT), "is one of 3 parts by its split.count, and 1 by its name"),
 }
+
+
+@pytest.mark.parametrize("key", ["llama.rope.scaling.factor", "llama.rope.scale_linear"])
+def test_a_factor_without_a_type_is_linear(source: Path, tmp_path: Path, key: str) -> None:
+    """As in llama.cpp, whose old files have the second key."""
+    file = make_gguf(source, tmp_path / "model.gguf", change=overwrite(key, 4.0, FLOAT))
+    rope = resolve(str(file)).config["rope_parameters"]
+    assert (rope["rope_type"], rope["factor"]) == ("linear", 4.0)
+
+
+def test_a_file_says_where_yarn_begins_and_ends(source: Path, tmp_path: Path) -> None:
+    def change(writer: GGUFWriter) -> None:
+        writer.add_rope_scaling_type(RopeScalingType.YARN)
+        writer.add_rope_scaling_factor(4.0)
+        writer.add_rope_scaling_orig_ctx_len(64)
+        writer.add_rope_scaling_yarn_beta_fast(16.0)
+        writer.add_rope_scaling_yarn_beta_slow(2.0)
+
+    rope = resolve(str(make_gguf(source, tmp_path / "model.gguf", change=change))).config["rope_parameters"]
+    assert (rope["rope_type"], rope["beta_fast"], rope["beta_slow"]) == ("yarn", 16.0, 2.0)
 
 
 @pytest.mark.parametrize("case", list(REFUSED))

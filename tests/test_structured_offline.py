@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import json
+import re
 import time
+from pathlib import Path
 from typing import Any
 
 import jsonschema
@@ -14,6 +16,7 @@ from raylm.engine.sequence import Sequence, Status
 from raylm.errors import InvalidRequestError
 from raylm.params import StructuredOutputs
 from raylm.worker.sampling.grammars import AnswerMatcher
+from tests.checkpoints import make_checkpoint, make_tokenizer
 
 
 def test_preemption_and_speculation_change_nothing() -> None:
@@ -97,3 +100,15 @@ def test_offline_a_budget_is_refused() -> None:
     with LLM(cache={"num_blocks": 64}) as llm, pytest.raises(InvalidRequestError) as refused:
         llm.generate("x", SamplingParams(thinking_token_budget=3), progress=False)
     assert refused.value.param == "thinking_token_budget"
+
+
+def test_tokens_without_a_logit_are_no_obstacle(tmp_path: Path) -> None:
+    """Training may add a padding token to a tokenizer and leave the model as it is."""
+    tokenizer = make_tokenizer(320)
+    tokenizer.add_special_tokens({"pad_token": "<pad>"})
+    assert len(tokenizer) > 320
+    tokenizer.save_pretrained(make_checkpoint(tmp_path, tokenizer=False))
+    form = StructuredOutputs(regex="[a-z]{3,5}")
+    with LLM(str(tmp_path), engine={"threads": 1}, cache={"num_blocks": 64}) as llm:
+        (found,) = llm.generate("hello", temperature=1.0, seed=1, max_tokens=12, structured_outputs=form)
+    assert re.fullmatch("[a-z]{3,5}", found.text)

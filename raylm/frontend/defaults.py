@@ -10,11 +10,13 @@ from raylm.errors import ConfigError, InvalidRequestError
 from raylm.params import PoolingParams, PoolingType, SamplingParams
 
 _SAMPLING = ("temperature", "top_p", "top_k", "min_p", "repetition_penalty")
-# The switches of sentence-transformers' 1_Pooling/config.json that are supported.
-_POOLING_MODES: dict[str, PoolingType] = {
+# The modes of sentence-transformers' 1_Pooling/config.json that are supported. Files of versions before 5.4 have a
+# switch for each mode.
+_POOLING_MODES: dict[str, PoolingType] = {"cls": "cls", "mean": "mean", "lasttoken": "last"}
+_SWITCHES = {
     "pooling_mode_cls_token": "cls",
     "pooling_mode_mean_tokens": "mean",
-    "pooling_mode_lasttoken": "last",
+    "pooling_mode_lasttoken": "lasttoken",
 }
 _MODULES = ("Transformer", "Pooling", "Normalize")  # of sentence-transformers' modules.json
 
@@ -53,12 +55,19 @@ def pooling_defaults(checkpoint: Checkpoint) -> PoolingDefaults:
     for kind in checkpoint.sentence_modules:
         if kind.rpartition(".")[2] not in _MODULES:
             raise ConfigError(f"model: modules.json has {shown(kind)}; supported: {', '.join(_MODULES)}.")
-    wanted = [name for name, value in checkpoint.pooling_config.items() if name.startswith("pooling_mode_") and value]
-    wanted = wanted or ["pooling_mode_mean_tokens" if checkpoint.encodes else "pooling_mode_lasttoken"]
+    wanted = _pooling_modes(checkpoint.pooling_config) or ["mean" if checkpoint.encodes else "lasttoken"]
     if len(wanted) > 1 or wanted[0] not in _POOLING_MODES:
         served = f"supported: one of {', '.join(_POOLING_MODES)}."
-        raise ConfigError(f"model: 1_Pooling/config.json sets {', '.join(wanted)}; {served}")
+        raise ConfigError(f"model: 1_Pooling/config.json sets {shown(', '.join(wanted))}; {served}")
     return PoolingDefaults(_POOLING_MODES[wanted[0]], checkpoint.hidden_size, checkpoint.encodes == "scores")
+
+
+def _pooling_modes(config: dict[str, Any]) -> list[str]:
+    """The modes of 1_Pooling/config.json: its ``pooling_mode``, or in older files the switches that are on."""
+    mode = config.get("pooling_mode")
+    if mode is not None:
+        return [str(one) for one in mode] if isinstance(mode, list) else [str(mode)]
+    return [_SWITCHES.get(name, name) for name, on in config.items() if name.startswith("pooling_mode_") and on]
 
 
 def sampling_defaults(checkpoint: Checkpoint) -> dict[str, Any]:

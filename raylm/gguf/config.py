@@ -13,6 +13,9 @@ from raylm.gguf.stored import StoredTensor
 
 HEAD, ROPE_FACTORS = "output.weight", "rope_freqs.weight"
 _DTYPES = {"F32": "float32", "F16": "float16", "BF16": "bfloat16"}
+_FACTORS = ("rope.scaling.factor", "rope.scale_linear")
+# Entries of rope.scaling that multiply what other entries give.
+_UNSCALED = ("attn_factor", "yarn_attn_factor", "yarn_ext_factor")
 _LOCAL_THETA, _GEMMA_PATTERN = 10000.0, 6  # constants of Gemma 3, which its files do not have
 _GEMMA_27B_LAYERS = 62  # the one size whose scores are not divided by the root of the head's size
 
@@ -86,21 +89,34 @@ def dtype_of(tensors: Collection[StoredTensor]) -> str:
 
 
 def _rope(source: SourceFile, factors: list[float] | None) -> dict[str, Any]:
-    """rope_parameters. llama.cpp stores Llama 3's scaling as a tensor of ``factors``."""
+    """rope_parameters. llama.cpp stores Llama 3's scaling as a tensor of ``factors``.
+
+    As in llama.cpp, a factor without a type is linear.
+    """
     metadata = source.metadata
     rope: dict[str, Any] = {"rope_type": "default"}
     rope["rope_theta"] = metadata.number(source.key("rope.freq_base"), 10000.0)
-    kind = metadata.text(source.key("rope.scaling.type"), "none")
+    for name in _UNSCALED:
+        if (value := metadata.number(source.key(f"rope.scaling.{name}"), 1.0)) != 1:
+            raise ConfigError(
+                f"model: {source.key(f'rope.scaling.{name}')} of {metadata.file} is {value}; only 1 is served."
+            )
+    # The second key is that of files from before November 2023.
+    factor = next((key for name in _FACTORS if (key := source.key(name)) in metadata), None)
+    kind = metadata.text(source.key("rope.scaling.type"), "none" if factor is None else "linear")
     if factors is not None:
         return rope | {"rope_type": "factors", "factors": factors}
     if kind == "none":
         return rope
     if kind not in ("linear", "yarn"):
         raise ConfigError(f"model: the rotary embedding {kind[:40]!r} of {metadata.file} is not served.")
-    rope |= {"rope_type": kind, "factor": metadata.number(source.key("rope.scaling.factor"))}
+    rope |= {"rope_type": kind, "factor": metadata.number(factor or source.key(_FACTORS[0]))}
     if kind == "yarn":
         original = source.size("rope.scaling.original_context_length")
         rope["original_max_position_embeddings"] = original
+        for name in ("beta_fast", "beta_slow"):
+            if (key := source.key(f"rope.scaling.yarn_{name}")) in metadata:
+                rope[name] = metadata.number(key)
     return rope
 
 

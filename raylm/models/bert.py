@@ -219,6 +219,8 @@ class BertForSequenceClassification(BertModel):
     @classmethod
     def from_checkpoint(cls, checkpoint: Checkpoint, ranks: Ranks) -> BertForSequenceClassification:
         plain = BertModel.from_checkpoint(checkpoint, ranks)
+        if plain.config.types < 2:
+            raise Fields(checkpoint, _DEFAULTS).error("type_vocab_size", 1, "at least 2, for the two texts of a pair")
         labels = checkpoint.config.get("id2label", {"0": "LABEL_0", "1": "LABEL_1"})
         if not isinstance(labels, dict) or len(labels) != 1:
             what = f"config.json of {checkpoint}: id2label is {shown(labels)}"

@@ -131,6 +131,11 @@ class CausalLM(nn.Module, ABC):
     def redundant(self) -> frozenset[str]:
         """Names that a checkpoint may have besides ``targets``: copies of weights of this model or of other ranks."""
 
+    @property
+    def embedding(self) -> Tensor | None:
+        """The memory of the embedding before ``freeze``, which a tied head shares. None if another stage has it."""
+        return None
+
     @abstractmethod
     def freeze(self, kernels: KernelFactory) -> None:
         """Convert everything to the form of the forward pass. Called once after loading."""

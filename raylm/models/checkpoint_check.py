@@ -18,8 +18,9 @@ from raylm.models.gguf_names import named_tensors
 
 Shape = tuple[int, ...]
 # Suffixes of names that a checkpoint may have in addition to weights. An fp8 KV cache reads the scales.
-NO_WEIGHTS = ("rotary_emb.inv_freq", ".self_attn.k_scale", ".self_attn.v_scale")
+NO_WEIGHTS = ("rotary_emb.inv_freq", ".attn.masked_bias", ".self_attn.k_scale", ".self_attn.v_scale")
 _NAMES_SHOWN = 6
+DECODER = "model."  # begins the names of weights of a decoder with a head; embedding models may be saved without it
 
 
 def check_checkpoint(checkpoint: Checkpoint) -> None:
@@ -42,7 +43,10 @@ def shapes_of(checkpoint: Checkpoint) -> dict[str, Shape]:
     """The shape of each stored weight, by its name in a Hugging Face checkpoint. Raises ConfigError."""
     if checkpoint.gguf is not None:
         return {name: tensor.shape for name, tensor in named_tensors(checkpoint).items()}
-    return {name: shape for file in weight_files(checkpoint.path) for name, shape in stored_shapes(file).items()}
+    shapes = {name: shape for file in weight_files(checkpoint.path) for name, shape in stored_shapes(file).items()}
+    if architecture_of(checkpoint) in OUR_DEFAULTS and "embed_tokens.weight" in shapes:  # saved without its head
+        return {name if name.startswith("lm_head.") else f"{DECODER}{name}": shape for name, shape in shapes.items()}
+    return shapes
 
 
 def weight_files(path: Path) -> list[Path]:

@@ -116,16 +116,21 @@ def layer_windows(fields: Fields) -> tuple[int | None, ...]:
     """The windows of families in which some or no layers have sliding windows."""
     layers = fields.size("num_hidden_layers")
     window = fields.size("sliding_window") if fields.flag("use_sliding_window") else None
-    kinds = fields.get("layer_types")
-    if kinds is None:
+    if fields.get("layer_types") is None:
         first = layers if window is None else fields.size("max_window_layers", least=0)
         return tuple(window if layer >= first else None for layer in range(layers))
+    return listed_windows(fields, window, "use_sliding_window")
+
+
+def listed_windows(fields: Fields, window: int | None, switch: str) -> tuple[int | None, ...]:
+    """The windows that layer_types lists. Without ``window``, which the entry ``switch`` sets, it may list none."""
+    layers, kinds = fields.size("num_hidden_layers"), fields.get("layer_types")
     if not isinstance(kinds, list) or len(kinds) != layers or not all(isinstance(kind, str) for kind in kinds):
         raise fields.error("layer_types", kinds, f"a list of {layers} names")
     if not set(kinds) <= {"full_attention", "sliding_attention"}:
         raise fields.error("layer_types", kinds, f"{layers} of full_attention or sliding_attention")
     if window is None and "sliding_attention" in kinds:
-        raise fields.error("use_sliding_window", False, "true where layer_types has sliding_attention")
+        raise fields.error(switch, fields.get(switch), "set where layer_types has sliding_attention")
     return tuple(window if kind == "sliding_attention" else None for kind in kinds)
 
 
@@ -145,6 +150,8 @@ def _rope(fields: Fields, head_dim: int) -> Rope:
         )
     if parameters.get("partial_rotary_factor", fields.get("partial_rotary_factor")) not in (None, 1):
         raise ConfigError("config.json: a partial_rotary_factor other than 1 is not supported.")
+    if kind == "dynamic" and fields.checkpoint.max_position_embeddings is None:
+        raise fields.error("max_position_embeddings", None, "given for the dynamic rotary embedding")
     with torch.device("cpu"):  # even if the model is built on the meta device
         if kind not in ("default", _FACTORS):
             return _scaled_rope(kind, fields.checkpoint)

@@ -10,7 +10,7 @@ from torch import Tensor
 from raylm.checkpoint import Checkpoint
 from raylm.models.causal_lm import Attend, AttentionSpec, CausalLM
 from raylm.models.config_fields import Fields
-from raylm.models.decoder_config import Biases, DecoderConfig, decoder_config, layer_windows
+from raylm.models.decoder_config import Biases, DecoderConfig, decoder_config, layer_windows, listed_windows
 from raylm.models.elementwise import select_elementwise
 from raylm.models.layers import Attention, Decoder, GatedMLP, RMSNorm, Rotary
 from raylm.models.linear import Head, KernelFactory, Weighted, linear_layers
@@ -58,6 +58,10 @@ class LlamaForCausalLM(CausalLM):
     @property
     def redundant(self) -> frozenset[str]:
         return frozenset({"lm_head.weight"} if self.config.tied else ()) | others_names(self.config)
+
+    @property
+    def embedding(self) -> Tensor | None:
+        return None if self.model.embed_tokens is None else self.model.embed_tokens.weight
 
     def ignores(self, name: str) -> bool:
         return super().ignores(name) or is_elsewhere(name, self.config)
@@ -119,10 +123,12 @@ class Qwen3ForCausalLM(LlamaForCausalLM):
 
 
 class MistralForCausalLM(LlamaForCausalLM):
-    """Has no biases. All layers have sliding windows if configured, and by default."""
+    """Has no biases. By default all layers have sliding windows; layer_types may list those that have (Ministral)."""
 
     @classmethod
     def configure(cls, checkpoint: Checkpoint) -> DecoderConfig:
         fields = Fields.of("MistralForCausalLM", checkpoint)
         window = None if fields.get("sliding_window") is None else fields.size("sliding_window")
+        if fields.get("layer_types") is not None:
+            return decoder_config(fields, listed_windows(fields, window, "sliding_window"), Biases())
         return decoder_config(fields, (window,) * fields.size("num_hidden_layers"), Biases())

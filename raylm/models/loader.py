@@ -14,7 +14,7 @@ from tqdm import tqdm
 from raylm.checkpoint import Checkpoint, shown
 from raylm.errors import ConfigError
 from raylm.models.causal_lm import CausalLM, Shard
-from raylm.models.checkpoint_check import check_weights, refuse_names, shapes_of, weight_files, wrong_shape
+from raylm.models.checkpoint_check import DECODER, check_weights, refuse_names, shapes_of, weight_files, wrong_shape
 from raylm.models.linear import HEAD, PLAIN, Linear, Quantization, linear_layers, select_kernels
 from raylm.models.ranks import SINGLE_RANK, Ranks
 from raylm.models.registry import QUANTIZATION, model_class
@@ -45,7 +45,11 @@ def load_model(
     _load(checkpoint, model)
     total = sum(target.nbytes for target in model.targets().values())
     loaded = {layer: _loaded(model, prefix, layer) for prefix, layer in linear_layers(model)}
-    model.freeze(select_kernels(device, dtype))
+    try:
+        model.freeze(select_kernels(device, dtype))
+    except ValueError as error:  # of the native kernels
+        name = str(dtype).removeprefix("torch.")
+        raise ConfigError(f"model: {checkpoint} cannot be served in {name}: {error}; set dtype: float32.") from error
     changes = sum(layer.nbytes - size for layer, size in loaded.items() if layer.format is not PLAIN)
     return model, total + changes
 
@@ -128,6 +132,23 @@ def _load(checkpoint: Checkpoint, model: CausalLM) -> None:
         for name, tensor in tensors(checkpoint, {name: places[name] for name in wanted}, model.shards):
             _copy(name, tensor, places[name])
             bar.update()
+    if checkpoint.gguf is None:
+        _check_tied_head(checkpoint, model, places)
+
+
+def _check_tied_head(checkpoint: Checkpoint, model: CausalLM, places: Mapping[str, Tensor]) -> None:
+    """Raise ConfigError if config.json ties the head to the embedding, and the files have another head."""
+    head, embedding = f"{HEAD}.weight", model.embedding
+    if head not in model.redundant or embedding is None:
+        return
+    name = next((name for name, place in places.items() if place.data_ptr() == embedding.data_ptr()), "")
+    shards = {head: model.shards[name]} if name in model.shards else {}
+    for _, tensor in _tensors(checkpoint, {head: embedding}, shards):
+        if not torch.equal(tensor.to(embedding.device, embedding.dtype), embedding):
+            raise ConfigError(
+                f"model: {head} of {checkpoint} differs from the embedding, to which config.json ties it. If the head "
+                "was trained apart, set tie_word_embeddings to false."
+            )
 
 
 def _blocks_of_head(model: CausalLM) -> dict[str, Tensor]:
@@ -154,10 +175,11 @@ def _tensors(
     """The tensors for ``places`` one by one, in the order of the files. Of tensors in ``shards`` only their part."""
     for file in weight_files(checkpoint.path):
         with safe_open(file, framework="pt") as weights:
-            for name in weights.keys():  # noqa: SIM118 (a safetensors handle is no mapping)
+            for stored in weights.keys():  # noqa: SIM118 (a safetensors handle is no mapping)
+                name = stored if stored in places else f"{DECODER}{stored}"
                 if name in places:
                     shard = shards.get(name)
-                    yield name, weights.get_tensor(name) if shard is None else _read_shard(weights, name, shard)
+                    yield name, weights.get_tensor(stored) if shard is None else _read_shard(weights, stored, shard)
 
 
 def _gguf_tensors(

@@ -59,8 +59,9 @@ def _refusals(config: DecoderConfig) -> Iterator[str]:
     """Reasons why the kernels do not support the decoder, besides those of attention."""
     if config.activation is not F.silu:
         yield "its activation is not silu"
-    if config.intermediate_size % layout.LANES:
-        yield f"its intermediate_size of {config.intermediate_size} is not a multiple of {layout.LANES}"
+    for name, size in (("hidden_size", config.hidden_size), ("intermediate_size", config.intermediate_size)):
+        if size % layout.LANES:
+            yield f"its {name} of {size} is not a multiple of {layout.LANES}"
     if config.head_dim > 512:
         yield f"its head_dim of {config.head_dim} exceeds 512"
 

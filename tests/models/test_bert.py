@@ -17,7 +17,9 @@ import torch
 import transformers
 from tokenizers import Tokenizer, models, normalizers, pre_tokenizers, processors, trainers
 
+from raylm.checkpoint import Checkpoint
 from raylm.errors import ConfigError, InvalidRequestError
+from raylm.frontend.defaults import pooling_defaults
 from raylm.llm import LLM
 from raylm.params import PoolingParams
 from tests.embedded_server import EmbeddedServer
@@ -183,6 +185,7 @@ def test_scores_are_those_of_transformers(tmp_path: Path, activation: str | None
         ("BertModel", {"type_vocab_size": 0}, "type_vocab_size is 0"),
         ("BertModel", {"layer_norm_eps": -1}, "layer_norm_eps is -1"),
         ("BertModel", {"intermediate_size": 64}, "intermediate"),
+        ("BertForSequenceClassification", {"type_vocab_size": 1}, "type_vocab_size is 1; it must be at least 2"),
         ("BertForSequenceClassification", {"id2label": {"0": "no", "1": "yes"}}, "id2label"),
         ("BertForSequenceClassification", {"sentence_transformers": {"activation_fn": "x"}}, "activation_fn is 'x'"),
     ],
@@ -193,6 +196,44 @@ def test_a_configuration_that_is_not_served_is_refused(
     path = bert(tmp_path, name, **changes)
     with pytest.raises(ConfigError, match=said), LLM(str(path), **CONFIG):
         pass
+
+
+@pytest.mark.parametrize(
+    ("config", "pooling"),
+    [
+        ({"pooling_mode": "cls"}, "cls"),
+        ({"pooling_mode": "mean"}, "mean"),
+        ({"pooling_mode": ["lasttoken"]}, "last"),
+        ({"pooling_mode": "cls", "pooling_mode_mean_tokens": True}, "cls"),
+        ({"pooling_mode_cls_token": True, "pooling_mode_mean_tokens": False}, "cls"),
+        ({}, "mean"),
+    ],
+)
+def test_the_pooling_is_that_of_any_version_of_sentence_transformers(
+    tmp_path: Path, config: dict[str, Any], pooling: str
+) -> None:
+    """Since version 5.4 a file has one ``pooling_mode``, before that a switch for each mode."""
+    assert pooling_defaults(Checkpoint(_with_pooling(tmp_path, config))).pooling == pooling
+
+
+@pytest.mark.parametrize(
+    ("config", "said"),
+    [
+        ({"pooling_mode": "max"}, "sets 'max'; supported: one of cls, mean, lasttoken"),
+        ({"pooling_mode": ["cls", "mean"]}, "sets 'cls, mean'"),
+        ({"pooling_mode_weightedmean_tokens": True}, "sets 'pooling_mode_weightedmean_tokens'"),
+    ],
+)
+def test_other_poolings_are_refused(tmp_path: Path, config: dict[str, Any], said: str) -> None:
+    with pytest.raises(ConfigError, match=said):
+        pooling_defaults(Checkpoint(_with_pooling(tmp_path, config)))
+
+
+def _with_pooling(path: Path, config: dict[str, Any]) -> Path:
+    (path / "config.json").write_text(json.dumps({"architectures": ["BertModel"], "hidden_size": 48}))
+    (path / "1_Pooling").mkdir()
+    (path / "1_Pooling" / "config.json").write_text(json.dumps({"embedding_dimension": 48} | config))
+    return path
 
 
 def test_modules_that_are_not_served_are_refused(tmp_path: Path) -> None:

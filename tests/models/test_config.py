@@ -8,7 +8,14 @@ from typing import Any
 
 import pytest
 import torch
-from transformers import AutoConfig, LlamaForCausalLM, MistralForCausalLM, Qwen2ForCausalLM, Qwen3ForCausalLM
+from transformers import (
+    AutoConfig,
+    LlamaForCausalLM,
+    MinistralForCausalLM,
+    MistralForCausalLM,
+    Qwen2ForCausalLM,
+    Qwen3ForCausalLM,
+)
 
 from raylm.checkpoint import Checkpoint
 from raylm.errors import ConfigError
@@ -171,3 +178,29 @@ def test_a_missing_entry_is_named(tmp_path: Path) -> None:
 def test_wrong_windows_are_named(tmp_path: Path, entries: dict[str, Any], message: str) -> None:
     with pytest.raises(ConfigError, match=message):
         configure(write(tmp_path, "qwen3", **entries))
+
+
+@pytest.mark.parametrize("window", [9, None])
+def test_mistral_with_layer_types_has_the_windows_of_ministral(tmp_path: Path, window: int | None) -> None:
+    """transformers loads such a file, as that of Ministral 8B, as its class for Ministral."""
+    kinds = ["full_attention", "sliding_attention", "sliding_attention", "full_attention"]
+    kinds = kinds if window else ["full_attention"] * 4
+    checkpoint = write(tmp_path, "mistral", sliding_window=window, layer_types=kinds, head_dim=2)
+    hf = AutoConfig.from_pretrained(tmp_path)
+    assert hf.model_type == "ministral"
+    with torch.device("meta"):
+        theirs = MinistralForCausalLM(hf)
+    assert configure(checkpoint).windows == tuple(each.self_attn.sliding_window for each in theirs.model.layers)
+
+
+def test_mistral_needs_the_window_of_its_sliding_layers(tmp_path: Path) -> None:
+    checkpoint = write(tmp_path, "mistral", sliding_window=None, layer_types=["sliding_attention"] * 4)
+    with pytest.raises(ConfigError, match="sliding_window is None; it must be set where layer_types has sliding_att"):
+        configure(checkpoint)
+
+
+def test_a_dynamic_embedding_needs_the_longest_context(tmp_path: Path) -> None:
+    rope = {"rope_type": "dynamic", "factor": 2.0}
+    checkpoint = write(tmp_path, "llama", without="max_position_embeddings", rope_scaling=rope)
+    with pytest.raises(ConfigError, match="max_position_embeddings is missing; it must be given for the dynamic"):
+        configure(checkpoint)

@@ -14,8 +14,10 @@ from torch import Tensor
 from raylm.checkpoint import Checkpoint
 from raylm.errors import ConfigError
 from raylm.models import load_model, loader, resolve_dtype
+from raylm.models.checkpoint_check import check_weights
 from tests.checkpoints import make_checkpoint
 from tests.models.test_decoder import error, logits_of, reference_logits
+from tests.models.transformers_backend.families import make_family
 
 CPU = torch.device("cpu")
 TOKENS = torch.arange(2, 40)
@@ -55,6 +57,36 @@ def test_tied_head_is_one_tensor_and_may_be_saved_twice(tmp_path: Path) -> None:
     once = logits_of(tmp_path, TOKENS)
     edit_weights(tmp_path, lambda w: w.update({"lm_head.weight": w["model.embed_tokens.weight"].clone()}))
     assert torch.equal(logits_of(tmp_path, TOKENS), once)
+
+
+@pytest.mark.parametrize("architecture", ["Qwen2ForCausalLM", "GPT2LMHeadModel"])
+def test_a_head_that_differs_from_the_embedding_is_not_tied_to_it(tmp_path: Path, architecture: str) -> None:
+    """transformers unties such a head. With the embedding as its head, the model would compute other logits."""
+    make_family(tmp_path, architecture, tie_word_embeddings=True)
+    edit_weights(tmp_path, lambda w: w.update({"lm_head.weight": torch.ones(320, 64)}))
+    with pytest.raises(ConfigError, match=r"lm_head.weight of .* differs from the embedding.*set tie_word_embeddings"):
+        load_model(Checkpoint(tmp_path), torch.float32, CPU)
+
+
+@pytest.mark.parametrize("architecture", ["Qwen3ForCausalLM", "LlamaForCausalLM", "GPT2LMHeadModel"])
+def test_names_may_lack_the_prefix_of_the_decoder(tmp_path: Path, architecture: str) -> None:
+    """A decoder that was saved without its head, as Qwen3's embedding models and GPT-2, has names without a prefix."""
+    make_family(tmp_path, architecture, tie_word_embeddings=True)
+    wanted = logits_of(tmp_path, TOKENS)
+    edit_weights(tmp_path, strip_prefixes)
+    check_weights(Checkpoint(tmp_path))
+    assert torch.equal(logits_of(tmp_path, TOKENS), wanted)
+
+
+def strip_prefixes(weights: dict[str, Tensor]) -> None:
+    for name in list(weights):
+        weights[name.removeprefix("model.").removeprefix("transformer.")] = weights.pop(name)
+
+
+def test_a_weight_that_no_kernel_takes_is_refused(tmp_path: Path) -> None:
+    make_checkpoint(tmp_path, "llama", dtype=torch.bfloat16, intermediate_size=97, tokenizer=False)
+    with pytest.raises(ConfigError, match="in bfloat16: 97 inputs are not a multiple of 2; set dtype: float32"):
+        load_model(Checkpoint(tmp_path), torch.bfloat16, CPU)
 
 
 def test_rotary_buffers_of_old_checkpoints_are_ignored(tmp_path: Path) -> None:

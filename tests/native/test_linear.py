@@ -215,3 +215,9 @@ def test_bytes_are_those_that_a_step_reads() -> None:
     weight = random_int4(32, 64, 2, False, torch.Generator().manual_seed(0))
     assert weight.nbytes == 32 * 128 // 2 + 32 * 2 * 4
     assert Int8Weight(torch.zeros(4, 8, dtype=torch.int8), torch.ones(4)).nbytes == 4 * 8 + 4 * 4
+
+
+def test_rows_of_four_inputs_have_room_for_their_scale() -> None:
+    weight = Int8Weight(torch.full((16, 4), 127, dtype=torch.int8), torch.ones(16))
+    found = NativeLinear(kernels(), weight, None)(torch.ones(300, 4))
+    assert torch.allclose(found, torch.full((300, 16), 508.0))

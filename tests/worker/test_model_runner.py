@@ -259,3 +259,16 @@ def test_random_schedules(
     for seq in driver.sequences.values():
         if seq.computed:
             assert references(family).error(seq) < LIMIT
+
+
+@pytest.mark.parametrize("hidden_size", [60, 72])
+def test_rows_of_a_stream_of_odd_width_do_not_overlap(tmp_path: Path, hidden_size: int) -> None:
+    """The native kernels write 16 columns at once, so the decoder runs layer by layer for other widths."""
+    make_checkpoint(tmp_path, tokenizer=False, hidden_size=hidden_size)
+    driver, reference = Driver(tmp_path), Reference(tmp_path)
+    for seq, length in enumerate((40, 23, 5)):
+        driver.add(seq, random_prompt(length, seed=seq))
+    driver.step({0: 17, 1: 23})
+    driver.step({0: 23, 1: 1, 2: 5})
+    driver.step({0: 1, 1: 1, 2: 1})
+    assert max(reference.error(seq) for seq in driver.sequences.values()) < LIMIT

@@ -76,6 +76,8 @@ def build_modeling(checkpoint: Checkpoint, name: str) -> Modeling:
     layers = causal.config.num_hidden_layers
     if len(specs) != layers:
         raise UnservedError(f"only {len(specs)} of its {layers} layers have attention")
+    if checkpoint.max_position_embeddings is None:
+        raise UnservedError("config.json does not say the longest context, max_position_embeddings")
     _replace_modules(causal, groups)
     causal.config._attn_implementation = PAGED
     decoder = getattr(causal, causal.base_model_prefix)

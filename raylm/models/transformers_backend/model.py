@@ -95,7 +95,7 @@ class TransformersForCausalLM(CausalLM):
                         yield f"{path}.{name}", tensor
 
     def places(self, found: frozenset[str]) -> dict[str, Tensor]:
-        wanted = frozenset(name for name in found if not self.ignores(name))
+        wanted = frozenset(name for name in found if not super(TransformersForCausalLM, self).ignores(name))
         try:
             return Conversion(self.modeling.causal, self.modeling.names).places(wanted, self.targets())
         except UnservedError as error:
@@ -108,6 +108,11 @@ class TransformersForCausalLM(CausalLM):
     @property
     def redundant(self) -> frozenset[str]:
         return self.modeling.tied
+
+    @property
+    def embedding(self) -> Tensor | None:
+        weight: Tensor = self.modeling.decoder.get_input_embeddings().weight  # type: ignore[operator]
+        return weight
 
     def freeze(self, kernels: KernelFactory) -> None:
         head = next(module for module in self.modules() if isinstance(module, Linear) and HEAD in module.parts)

@@ -34,8 +34,8 @@ class Stack:
         return piece
 
     def _product(self, x: Tensor) -> Tensor:
-        out: Tensor = self.linear(x.reshape(-1, self.linear.in_features))
-        return out.view(*x.shape[:-1], out.shape[-1])  # there may be no rows
+        out: Tensor = self.linear(x.reshape(x.shape[:-1].numel(), self.linear.in_features))
+        return out.view(*x.shape[:-1], out.shape[-1])  # there may be no rows, and no inputs
 
 
 class StackedPart(nn.Module):

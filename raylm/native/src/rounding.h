@@ -26,12 +26,13 @@ struct Quantized {
 struct QuantizedSpace {
   void reserve(size_t rows, size_t depth) {
     values.resize(rows * depth);
-    groups.resize(rows * (depth / 8));
+    groups.resize(rows * most_groups(depth));
   }
   // Number `at` of those that have `rows` rows of depth `depth`.
   Quantized number(size_t at, size_t rows, size_t depth) {
-    return {values.data() + at * rows * depth, groups.data() + at * rows * (depth / 8)};
+    return {values.data() + at * rows * depth, groups.data() + at * rows * most_groups(depth)};
   }
+  static size_t most_groups(size_t depth) { return (depth + 7) / 8; }
   std::vector<uint8_t> values;
   std::vector<RoundedGroup> groups;
 };

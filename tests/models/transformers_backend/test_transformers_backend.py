@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from pathlib import Path
 from typing import Any
 
@@ -198,3 +199,19 @@ def test_frequencies_of_long_contexts_do_not_depend_on_the_batch(tmp_path: Path)
     make_family(tmp_path, "Phi3ForCausalLM", rope_parameters=rope, original_max_position_embeddings=64)
     assert Checkpoint(tmp_path).max_position_embeddings == 64
     assert logit_error(tmp_path, torch.float32) < 1e-4
+
+
+def test_an_unknown_longest_context_is_refused(tmp_path: Path) -> None:
+    """A longer prompt would read position embeddings that the model does not have."""
+    make_family(tmp_path, "OPTForCausalLM")
+    config = json.loads((tmp_path / "config.json").read_text())
+    del config["max_position_embeddings"]
+    (tmp_path / "config.json").write_text(json.dumps(config))
+    with pytest.raises(ConfigError, match="does not say the longest context, max_position_embeddings"):
+        load(tmp_path)
+
+
+@pytest.mark.filterwarnings("ignore:Initializing zero-element tensors")
+def test_a_mixture_may_have_no_shared_experts(tmp_path: Path) -> None:
+    make_family(tmp_path, "Dots1ForCausalLM", n_shared_experts=0)
+    assert logit_error(tmp_path, torch.float32) < BOUNDS[torch.float32]
