@@ -8,6 +8,7 @@ import re
 import time
 import traceback
 from collections.abc import Callable
+from contextlib import suppress
 from dataclasses import dataclass
 from typing import Any, Literal
 
@@ -113,7 +114,8 @@ def report(kind: Kind, stage: str, text: str, request_id: str = "") -> None:
             names = {"name": _LOGGER, "levelno": level, "levelname": logging.getLevelName(level)}
             handler.handle(logging.makeLogRecord(names | {"msg": text} | about(f"{kind}.{stage}", request_id)))
             return
-    print(f"[raylm {kind}] {stage:8} {text}", flush=True)
+    with suppress(OSError):  # on a full disk the line is lost, and the process goes on
+        print(f"[raylm {kind}] {stage:8} {text}", flush=True)
 
 
 def parse(line: str) -> tuple[Kind, str, str] | None:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import errno
+import io
 import json
 import logging
 from collections.abc import Iterator
@@ -110,3 +112,12 @@ def test_configuring_again_replaces(capsys: pytest.CaptureFixture[str]) -> None:
     configure_logs("json", LogSource("b"))
     logger.info("once")
     assert logged(capsys)["process"] == "b"
+
+
+def test_a_report_that_cannot_be_written_does_not_end_its_process(monkeypatch: pytest.MonkeyPatch) -> None:
+    class Full(io.StringIO):
+        def flush(self) -> None:
+            raise OSError(errno.ENOSPC, "No space left on device")
+
+    monkeypatch.setattr("sys.stdout", Full())
+    report("stage", "kv", "64 blocks")
