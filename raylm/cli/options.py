@@ -48,8 +48,8 @@ def served(words: Sequence[str], place: Place) -> ServedFile:
         raise ConfigError(f"serve takes one model or Serve file; {said}.")
     (target,) = targets
     if place.api_key is not None:
-        if set(place.api_key) & set(", \t\r\n") or not place.api_key:
-            raise ConfigError("--api-key: a key has no commas and no white space.")
+        if not place.api_key.isascii() or place.api_key.split() != [place.api_key]:
+            raise ConfigError("--api-key: a key is plain ASCII without white space.")
         options["ingress.api_keys_env"] = API_KEY_VARIABLE
     from_words = _from_file if Path(target).suffix in _FILES else _from_model
     file = from_words(target, options, place)

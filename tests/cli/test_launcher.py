@@ -319,6 +319,7 @@ def test_proxies_of_the_environment_are_not_asked_for_this_machine(
         monkeypatch.delenv(name, raising=False)
     for name in ("http_proxy", "HTTP_PROXY", "https_proxy", "all_proxy"):
         monkeypatch.setenv(name, "http://127.0.0.1:9")
+    monkeypatch.setattr("urllib.request._opener", None)  # a cached opener has the proxies of its time
     watched = watching(answering, tmp_path, launcher.Settings())
     assert watched._is_healthy(watched._served.ours[0])
 

@@ -233,7 +233,7 @@ def test_variables_that_a_file_lacks_have_their_usual_value_but_haproxy(tmp_path
     assert read_serve_file(file).environment == {name: SERVE_VARIABLES[name] for name in lacking} | own
 
 
-@pytest.mark.parametrize("key", ["aB,c", "s3cret admin", "a\tb", ""])
-def test_a_key_that_would_be_split_is_refused(key: str) -> None:
+@pytest.mark.parametrize("key", ["clé", "s3cret admin", "a\tb", ""])
+def test_a_key_that_no_client_can_send_is_refused(key: str) -> None:
     with pytest.raises(ConfigError, match=r"^--api-key: "):
         served(["embedded"], Place(api_key=key))
