@@ -107,7 +107,8 @@ class LocalEngine:
     async def generate(self, job: _Job, meter: _Meter) -> GenerationResult:
         prompt, name, params, adapter = job
         wholes = [CompletionDelta(index) for index in range(params.n)]
-        head = RequestHead(request_id=uuid.uuid4().hex, param=name, adapter=adapter)
+        continues = not name.startswith("messages")
+        head = RequestHead(request_id=uuid.uuid4().hex, param=name, adapter=adapter, continues=continues)
         async with aclosing(self.async_llm.generate(prompt, params, head)) as outputs:
             async for output in outputs:
                 for delta in output.deltas:

@@ -40,6 +40,7 @@ class ReadyLLM:
 
     sampling_defaults: dict[str, Any] = {}  # noqa: RUF012 - read only
     model_name, max_model_len, is_ready, fingerprint = "m", 1 << 20, True, "fp_0123456789abcdef"
+    special_token_ids: frozenset[int] = frozenset()
 
     def __init__(self, tokens: int) -> None:
         self._tokens = tokens

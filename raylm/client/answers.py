@@ -70,7 +70,7 @@ class Answer:
             self.ttft, self.last = self.ttft or now, now
             self.chunks += 1
         for call in delta.calls:
-            place, function = int(call.get("index", 0)), call.get("function") or {}
+            place, function = int(call.get("index") or 0), call.get("function") or {}
             self.calls[place] = self.calls.get(place, "") + (function.get("arguments") or "")
             self.functions[place] = self.functions.get(place) or function.get("name") or ""
         self.finish = delta.finish or self.finish

@@ -290,7 +290,9 @@ class AsyncLLM:
                 head.request.reservation if head.request is not None else None,
             )
             reservation = self.admission.prompt(tokens, request.params.n, waiting)
-            opened = PromptState(request, self._tokenizer, self._telemetry, form, reservation, head.told, part)
+            opened = PromptState(
+                request, self._tokenizer, self._telemetry, form, reservation, head.told, part, continues=head.continues
+            )
             try:
                 yield opened, route
             finally:  # no await may stand here: a cancelled task must not lose the abort
@@ -350,6 +352,11 @@ class AsyncLLM:
 
     def token_bytes(self, token_id: int) -> bytes:
         return self._tokenizer.token_bytes(token_id)
+
+    @property
+    def special_token_ids(self) -> frozenset[int]:
+        """The tokens that ``skip_special_tokens`` leaves out of texts."""
+        return self._tokenizer.special_token_ids
 
     def token_piece(self, token_id: int) -> str:
         return self._tokenizer.token_piece(token_id)

@@ -36,7 +36,8 @@ class RequestHead:
     offline use. ``told`` counts the tokens that the caller already has, by sequence: None means all, () none of any
     sequence. ``resumable_as`` is the name under which another replica can take over the drawn tokens, "" if none can. A
     request that ``is_resumed`` takes over tokens under this name. ``stream`` is the name of a stream that its client
-    continues, "" for all other requests.
+    continues, "" for all other requests. Where the answer ``continues`` the text of the prompt, the space between both
+    belongs to it.
     """
 
     request_id: str
@@ -50,6 +51,7 @@ class RequestHead:
     resumable_as: str = ""
     is_resumed: bool = False
     stream: str = ""
+    continues: bool = False
 
     @property
     def service(self) -> ServiceLevel:

@@ -24,6 +24,7 @@ from raylm.stages import about
 
 logger = logging.getLogger("raylm.frontend")
 
+_TAIL_TOKENS = 5  # of a prompt, whose text shows whether a space is between it and its continuation
 _TOKENS_A_TURN = 256  # tokens replayed in one turn of the event loop, about 1 ms
 
 
@@ -47,10 +48,13 @@ class PromptState(RoutedPrompt):
         reservation: Reservation | None = None,
         told: Sequence[int | None] = (),
         part: Part | None = None,
+        *,
+        continues: bool = False,
     ) -> None:
         super().__init__(request)
         self.part = part or Part(request.request_id)
-        self.texts = [SequenceText(tokenizer, request.params) for _ in range(request.params.n)]
+        before = request.prompt_token_ids[-_TAIL_TOKENS:] if continues else ()
+        self.texts = [SequenceText(tokenizer, request.params, before) for _ in range(request.params.n)]
         self.readers: list[AnswerReader] | None = None if form is None else [AnswerReader(form) for _ in self.texts]
         self.last_token_times = [0.0] * request.params.n
         self.drawn: list[list[int]] = [[] for _ in self.texts]

@@ -25,7 +25,7 @@ from raylm.frontend.answers.tool_calls import Parsed
 from raylm.frontend.text.tokenizer import MAX_CHARS
 from raylm.messages import Logprobs
 from raylm.params import SamplingParams
-from tests.frontend.checkpoints import byte_level, write_checkpoint
+from tests.frontend.checkpoints import byte_fallback, byte_level, write_checkpoint
 from tests.frontend.played_engine import PlayedEngine, settle
 
 EOS = 2
@@ -342,3 +342,32 @@ async def test_no_conversation_is_endless(llm: AsyncLLM, monkeypatch: pytest.Mon
     with pytest.raises(InvalidRequestError) as refused:
         await llm.render_chat(ChatRequest(messages=messages))
     assert refused.value.param == "messages"
+
+
+@pytest.mark.parametrize(("continues", "wanted"), [(True, " the"), (False, "the")])
+async def test_a_completion_keeps_the_space_after_its_prompt(tmp_path: Path, continues: bool, wanted: str) -> None:
+    backend = byte_fallback()
+    the = backend.token_to_id("▁the")
+    assert the is not None
+    llm = AsyncLLM(Config(model=str(write_checkpoint(tmp_path / "checkpoint", backend)), served_model_name="played"))
+    engine = PlayedEngine("e1")
+    llm.add_engine(engine)
+    head = RequestHead(request_id="r", continues=continues)
+
+    async def read() -> list[RequestOutput]:
+        return [output async for output in llm.generate("at the hat", SamplingParams(), head)]
+
+    asking = asyncio.create_task(read())
+    await settle()
+    engine.say((engine.added[0].key, 0, [the], "length"))
+    assert text_of(await asking) == wanted
+    await llm.stop()
+
+
+async def test_tools_are_rendered_without_strict(llm: AsyncLLM) -> None:
+    """A prompt that is only counted has the tokens of the prompt that is answered."""
+    function = {"name": "f", "parameters": {"type": "object"}}
+    tools = [[{"type": "function", "function": function | more}] for more in ({}, {"strict": False})]
+    asked = [ChatRequest(messages=[{"role": "user", "content": "hello"}], tools=one) for one in tools]
+    plain, strict = [await llm.render_chat(request) for request in asked]
+    assert plain == strict

@@ -68,6 +68,7 @@ class FakeAsyncLLM:
     owners: list[str | None] = field(default_factory=list)  # the owners of chats
     rendered: list[ChatRequest] = field(default_factory=list)
     timelines: Timelines = field(default_factory=Timelines)
+    special_token_ids: frozenset[int] = frozenset(SPECIAL)
     engines: tuple[()] = ()
     engine_stats: dict[str, Any] = field(default_factory=dict)
 

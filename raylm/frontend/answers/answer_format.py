@@ -47,7 +47,9 @@ class AnswerReader:
         """
         said, ended = delta.text, delta.finish_reason is not None
         if self._reasoning is not None and self._tokens is not None:
-            delta.reasoning_tokens, delta.tokens_before_answer = self._tokens.count(delta.token_ids)
+            delta.reasoning_tokens, delta.tokens_before_answer = self._tokens.count(
+                delta.token_ids, blank=not said.strip()
+            )
             delta.reasoning, delta.text = self._reasoning.push(delta.text)
             if ended:
                 reasoning, text = self._reasoning.flush()
@@ -58,8 +60,8 @@ class AnswerReader:
             num_held = sum(parser.num_held for parser in (self._reasoning, self._tools) if parser is not None)
             for part in found:
                 part.text_logprobs = self._text_tokens.take(part.text, num_held)
-                if not part.text and (part.reasoning or part.tool_calls):
-                    self._text_tokens.drop()
+                if part is found[-1] and not part.text and (part.reasoning or part.tool_calls):
+                    self._text_tokens.drop(num_held)
         return found
 
     @staticmethod
@@ -101,9 +103,14 @@ class TextTokens:
         last = len(entries) - 1
         self._waiting += [(entry, said if place == last else "") for place, entry in enumerate(entries)]
 
-    def drop(self) -> None:
-        """Drop all waiting tokens: they were reasoning or part of a call."""
-        self._waiting.clear()
+    def drop(self, num_held: int) -> None:
+        """Drop the tokens before the last ``num_held`` characters: they were reasoning or part of a call."""
+        num_chars = num_kept = 0
+        for _, said in reversed(self._waiting):
+            if num_chars >= num_held:
+                break
+            num_chars, num_kept = num_chars + len(said), num_kept + 1
+        del self._waiting[: len(self._waiting) - num_kept]
 
     def take(self, text: str, num_held: int) -> TokenLogprobs:
         """Return the tokens of ``text``. ``num_held`` characters after ``text`` are held back by parsers."""
@@ -111,8 +118,9 @@ class TextTokens:
         if not text:
             return found
         whole = "".join(said for _, said in self._waiting)
-        end = len(whole) - num_held
-        if not whole.endswith(text, 0, end):  # text after it was dropped already
+        end = max(len(whole) - num_held, 0)
+        begun_before = text.endswith(whole[:end])  # the text begins in a token that was taken with the text before
+        if not whole.endswith(text, 0, end) and not begun_before:  # text after it was dropped already
             end = whole.rfind(text) + len(text) if text in whole else len(whole)
         later, begin, at = [], end - len(text), 0
         for entry, said in self._waiting:

@@ -72,8 +72,7 @@ class ChatProcessor:
             raise UnsupportedFieldError(f"'tools' is not supported: {message}", param="tools")
         if params.thinking_token_budget is not None and self._reasoning_parser is None:
             raise _never_thinks("thinking_token_budget")
-        shown = [_without_strict(tool) for tool in tools] if tools else None
-        seen = replace(request, tools=shown, template_kwargs=self._template_kwargs(request))
+        seen = replace(request, tools=tools, template_kwargs=self._template_kwargs(request))
         mark("template")
         text = await self.render(seen)
         mark("tokenize")
@@ -101,7 +100,8 @@ class ChatProcessor:
 
     async def render(self, request: ChatRequest) -> str:
         """The text of the conversation's prompt. Raises as ChatTemplate.render."""
-        return await self._template.render(request, self._writer)
+        shown = [_without_strict(tool) for tool in request.tools] if request.tools else None
+        return await self._template.render(replace(request, tools=shown), self._writer)
 
     def _template_kwargs(self, request: ChatRequest) -> dict[str, Any] | None:
         effort = request.reasoning_effort

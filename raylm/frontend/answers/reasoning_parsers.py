@@ -89,25 +89,34 @@ class ReasoningParser:
 class ReasoningTokenCounter:
     """Counts the reasoning tokens of one sequence, which come before all its other tokens."""
 
-    __slots__ = ("_beginning", "_thinking", "_tokens")
+    __slots__ = ("_beginning", "_num_blank", "_thinking", "_tokens")
 
     def __init__(self, tokens: ReasoningTokenIds) -> None:
         self._tokens = tokens
         self._thinking = tokens.begun
         self._beginning = not tokens.begun
+        self._num_blank = 0  # tokens of white space at the beginning, which may come before the start marker
 
-    def count(self, token_ids: list[int]) -> tuple[int, int]:
-        """The number of reasoning tokens among the next tokens, without the markers and with them."""
+    def count(self, token_ids: list[int], *, blank: bool = False) -> tuple[int, int]:
+        """The number of reasoning tokens among the next tokens, without the markers and with all tokens before.
+
+        ``blank``: the next tokens have no text but white space so far. The tokens before a start marker are counted
+        with it.
+        """
         opening = 0
+        rest = token_ids
         if self._beginning and token_ids:
-            self._beginning = False
-            self._thinking = token_ids[0] == self._tokens.start_token_id
-            opening = int(self._thinking)
+            is_start = token_ids[0] == self._tokens.start_token_id
+            if blank and not is_start:
+                self._num_blank += len(token_ids)
+                return 0, 0
+            self._beginning, self._thinking = False, is_start
+            if is_start:
+                opening, rest = self._num_blank + 1, token_ids[1:]
         if not self._thinking:
             return 0, 0
-        rest = token_ids[opening:]
         if self._tokens.end_token_id not in rest:
-            return len(rest), len(token_ids)
+            return len(rest), opening + len(rest)
         self._thinking = False
         num_reasoning = rest.index(self._tokens.end_token_id)
         return num_reasoning, opening + num_reasoning + 1

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 
 from tokenizers.decoders import DecodeStream
 
@@ -22,9 +22,10 @@ class Detokenizer:
     quadratic. So when ``MOST_HELD`` tokens are held, they are decoded up to a place that does not cut a character.
     """
 
-    __slots__ = ("_added", "_anchor", "_backend", "_context", "_held", "_last_added", "_skip", "_stream")
+    __slots__ = ("_added", "_anchor", "_backend", "_before", "_context", "_held", "_last_added", "_skip", "_stream")
 
-    def __init__(self, tokenizer: Tokenizer, params: SamplingParams) -> None:
+    def __init__(self, tokenizer: Tokenizer, params: SamplingParams, before: Sequence[int] = ()) -> None:
+        """``before`` are the last tokens of a text that goes on. Some decoders drop the first space of a text."""
         self._backend = tokenizer.backend
         self._skip = params.skip_special_tokens
         apart = params.skip_special_tokens or params.spaces_between_special_tokens
@@ -35,6 +36,7 @@ class Detokenizer:
         self._context: list[int] = []
         self._anchor: list[int] = []  # the tokens of the last piece that does not end in U+FFFD
         self._held: list[int] = []
+        self._before = list(before)
 
     def push(self, token_id: int) -> str:
         """Add a token. Returns the text that became final, "" while a character is incomplete."""
@@ -49,6 +51,8 @@ class Detokenizer:
                 self._held = []
             elif len(self._held) >= MOST_HELD:
                 piece = self._let_go()
+        if piece and self._before:
+            piece = self._with_first_space(piece, self._context)
         if self._added:
             piece = self._close_up(token_id, piece)
         return piece
@@ -56,7 +60,15 @@ class Detokenizer:
     def flush(self) -> str:
         """Decode the held tokens at the end. Incomplete characters become U+FFFD."""
         held, self._held = self._held, []
-        return self._text_after(self._context, held) if held else ""
+        piece = self._text_after(self._context, held) if held else ""
+        return self._with_first_space(piece, held) if self._before else piece
+
+    def _with_first_space(self, piece: str, token_ids: list[int]) -> str:
+        """The first piece, with its space if it has one after the text before."""
+        before, self._before = self._before, []
+        whole = self._backend.decode(before + token_ids, skip_special_tokens=self._skip)
+        start = self._backend.decode(before, skip_special_tokens=self._skip)
+        return f" {piece}" if start and whole == f"{start} {piece}" else piece
 
     def _let_go(self) -> str:
         """Decode the held tokens up to a place that does not cut a character, and start a new stream after it."""
@@ -65,7 +77,10 @@ class Detokenizer:
             head = self._text_after(self._context, held[:cut])
             if head + self._text_after(held[:cut], held[cut:]) == whole:
                 break
-        return self._cut(cut) + "".join(map(self.push, held[cut:]))
+        piece = self._cut(cut)
+        if piece and self._before:
+            piece = self._with_first_space(piece, self._context)
+        return piece + "".join(map(self.push, held[cut:]))
 
     def _cut(self, count: int) -> str:
         """Decode the first ``count`` held tokens, drop the others, and start a new stream.
@@ -98,17 +113,18 @@ class Detokenizer:
 class SequenceText:
     """Detokenizes a sequence, finds stop strings, and holds back text that may become one.
 
-    A stop string counts only if a token after the first ``min_tokens`` completes it. The same holds for EOS.
+    A stop string counts only if a token after the first ``min_tokens`` completes it. The same holds for EOS. ``before``
+    is as in Detokenizer.
     """
 
     __slots__ = ("_detokenizer", "_min_tokens", "_num_tokens", "_shows_stop", "_stops", "finished")
 
-    def __init__(self, tokenizer: Tokenizer, params: SamplingParams) -> None:
+    def __init__(self, tokenizer: Tokenizer, params: SamplingParams, before: Sequence[int] = ()) -> None:
         self.finished = False
         self._num_tokens = 0
         self._min_tokens = params.min_tokens
         self._shows_stop = params.include_stop_str_in_output
-        self._detokenizer = Detokenizer(tokenizer, params)
+        self._detokenizer = Detokenizer(tokenizer, params, before)
         self._stops = StopStrings(params.stop, include=self._shows_stop) if params.stop else None
 
     def push(self, token_ids: list[int], ended: FinishReason | None) -> tuple[str, int, str | None]:

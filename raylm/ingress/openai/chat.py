@@ -298,20 +298,24 @@ class ChatCompletions:
     async def fit(self, body: ChatCompletionRequest, max_new: int, owner: str) -> ChatCompletionRequest:
         """Drop as many of the oldest messages as needed to leave ``max_new`` tokens for an answer.
 
-        Keeps system messages at the beginning, and the last message.
+        Keeps system messages at the beginning, and the last message. What is kept begins with a message of the user, as
+        many chat templates demand, unless even the last of these does not fit.
         """
         most = self._llm.max_model_len - max_new
         head = next((at for at, message in enumerate(body.messages) if message["role"] != "system"), 0)
-        low, high = 0, len(body.messages) - head - 1  # number of messages that may be dropped
+        last = len(body.messages) - 1
         if await self.count(body, owner) <= most:
             return body
+        starts = [at for at in range(head, last + 1) if body.messages[at]["role"] == "user"] or [head]
+        starts += range(starts[-1] + 1, last + 1)
+        low, high = 0, len(starts) - 1
         while low < high:
             middle = (low + high) // 2
-            if await self.count(_without(body, head, middle), owner) <= most:
+            if await self.count(_without(body, head, starts[middle] - head), owner) <= most:
                 high = middle
             else:
                 low = middle + 1
-        return _without(body, head, low)
+        return _without(body, head, starts[low] - head)
 
 
 async def _without_reasoning(outputs: Outputs) -> Outputs:

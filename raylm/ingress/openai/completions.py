@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import time
 from contextlib import aclosing
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from itertools import chain
 from typing import TYPE_CHECKING, Annotated, ClassVar
 
@@ -97,6 +97,7 @@ class CompletionChoices(Choices):
     ) -> None:
         super().__init__(head, body, params, tokens, stream_id, at_once)
         self._echoed = echoed
+        self._hidden = tokens.special if params.skip_special_tokens else ()
         self._columns: dict[int, CompletionLogprobs] = {}
 
     def _choice(self, index: int, choice: CompletionDelta, output: RequestOutput) -> JSONObject:
@@ -117,7 +118,7 @@ class CompletionChoices(Choices):
         """The text before a choice's own text, with its log-probabilities if requested."""
         text, logprobs = "" if self._echoed is None else self._echoed[output.place], None
         if self._num_logprobs is not None:
-            columns = self._columns[index] = CompletionLogprobs(self._shown_as, self._num_logprobs)
+            columns = self._columns[index] = CompletionLogprobs(self._shown_as, self._num_logprobs, self._hidden)
             if self._echoed is not None:
                 logprobs = columns.prompt(text, output.prompt_token_ids, output.prompt_logprobs or ())
         return {"text": text, "logprobs": logprobs}
@@ -171,7 +172,7 @@ class Completions:
         """Start a completion. ``params`` replaces the body's parameters. Outputs are generated when iterated."""
         body.check(self._config)
         check_target(request, self._config)
-        head = body.head(request, name, arrival_time, "prompt", self._llm)
+        head = replace(body.head(request, name, arrival_time, "prompt", self._llm), continues=True)
         params = params or body.params(self._llm.sampling_defaults, self._llm.default_max_tokens, request.key)
         request.expect(len(body.prompt), params.n)
         special = body.add_special_tokens is not False

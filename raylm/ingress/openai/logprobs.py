@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import codecs
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Collection, Iterable, Sequence
 from copy import copy
 from functools import cache
 from typing import TYPE_CHECKING
@@ -24,6 +24,7 @@ class TokenTexts:
     """
 
     def __init__(self, llm: AsyncLLM) -> None:
+        self.special = llm.special_token_ids
         self.bytes_of = cache(llm.token_bytes)
         self.text_of: Callable[[int], str] = cache(lambda token_id: _readable(self.bytes_of(token_id)))
 
@@ -74,8 +75,10 @@ class CompletionLogprobs:
     written, since they take most of the memory.
     """
 
-    def __init__(self, tokens: TokenTexts, num_top: int) -> None:
+    def __init__(self, tokens: TokenTexts, num_top: int, hidden: Collection[int] = ()) -> None:
+        """``hidden`` are tokens that generated text leaves out."""
         self._tokens = tokens
+        self._hidden = hidden
         self._num_top = num_top
         self._decoder = codecs.getincrementaldecoder("utf-8")("replace")
         self._offset = 0
@@ -85,7 +88,8 @@ class CompletionLogprobs:
         offsets = []
         for token_id in token_ids:
             offsets.append(self._offset)
-            self._offset += len(self._decoder.decode(self._tokens.bytes_of(token_id)))
+            if token_id not in self._hidden:
+                self._offset += len(self._decoder.decode(self._tokens.bytes_of(token_id)))
         return self._columns(token_ids, entries, offsets, None)
 
     def prompt(self, text: str, token_ids: Sequence[int], entries: Sequence[TokenLogprob | None]) -> JSONObject:

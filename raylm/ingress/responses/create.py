@@ -84,11 +84,11 @@ class CreateResponse:
         if body.background:
             return await self._in_background(job, outputs, given, body, request)
         if body.stream:
-            return self._stream(job, outputs, given.items)
+            return self._stream(job, outputs, given)
         async with aclosing(job.events(outputs)) as events:
             async for _ in events:
                 pass
-        await self._keep(job, given.items)
+        await self._keep(job, given)
         return orjson.dumps(job.response())
 
     async def compact(self, asked: CompactRequest, request: Request) -> bytes:
@@ -165,20 +165,25 @@ class CreateResponse:
             len(items) + len(response["output"]),
         )
 
-    async def _keep(self, job: ResponseJob, items: list[JSONObject]) -> None:
+    async def _keep(self, job: ResponseJob, given: Given) -> None:
         """Store a response that has ended. If that fails, the response says that it is not stored."""
         response = job.response()
-        turn = await self._turn(job, items)
+        turn = await self._turn(job, given.items)
         try:
             if response["store"]:
-                record, before = await self._record(job, items), response["previous_response_id"]
-                await self._store.put(job.owner, job.id, record, before, None, None, None, turn)
+                await self._add(job, given, response["previous_response_id"], None, None, None, turn)
             elif turn is not None:
                 await self._store.end_turn(job.owner, turn)
         except StoreLostError as error:
             job.stored = False
             lost = about("response.not_stored", job.id)
             logger.error("response %s was sent, but could not be stored: %s", job.id, error.message, extra=lost)
+
+    async def _add(self, job: ResponseJob, given: Given, previous: str | None, *rest: Any) -> None:
+        """Store a new record. If the response before it was deleted meanwhile, its own input has their history."""
+        record = await self._record(job, given.items)
+        if await self._store.put(job.owner, job.id, record, previous, *rest):
+            await self._store.put(job.owner, job.id, await self._record(job, given.all), None, *rest)
 
     async def _turn(self, job: ResponseJob, items: list[JSONObject]) -> ConversationTurn | None:
         """What a response that ended adds to its conversation, None if it has none, or failed."""
@@ -187,12 +192,12 @@ class CreateResponse:
             return None
         return await turn_of(conversation["id"], items + response["output"])
 
-    async def _stream(self, job: ResponseJob, outputs: Outputs | None, items: list[JSONObject]) -> Chunks:
+    async def _stream(self, job: ResponseJob, outputs: Outputs | None, given: Given) -> Chunks:
         numbers = count()
         async with aclosing(job.events(outputs)) as happened:
             async for events in happened:
                 if job.done:
-                    await self._keep(job, items)  # before the client sees the end and continues the conversation
+                    await self._keep(job, given)  # before the client sees the end and continues the conversation
                     for event in events:
                         if "response" in event:
                             event["response"]["store"] = job.stored
@@ -214,10 +219,9 @@ class CreateResponse:
         if body.conversation is not None:  # which may change meanwhile
             asked["before"] = given.before
         again = await offload(lambda: orjson.dumps(asked), len(given.all))
-        record = await self._record(job, given.items)
         # a streaming client needs the id
         told = _told(job.told_as("created", "queued"), -1, 0) if body.stream else None
-        await self._store.put(job.owner, job.id, record, body.previous_response_id, again, self._maker, told)
+        await self._add(job, given, body.previous_response_id, again, self._maker, told)
         job.last = -1 if told is None else told.last
         request.keep()
         self._begin(job.id, self._make(job, outputs, given.items, request)).add_done_callback(lambda _: request.end())

@@ -18,7 +18,7 @@ from raylm.ingress.responses.body import ResponsesRequest
 from raylm.ingress.responses.conversation_store import ConversationTurn
 from raylm.ingress.responses.input import Input, input_items, references, response_of
 from raylm.ingress.responses.sealing import Seal
-from raylm.ingress.responses.store import ResponseStore
+from raylm.ingress.responses.store import UNFINISHED, ResponseStore
 
 _BYTES_A_THING = 64  # about, of JSON
 
@@ -87,6 +87,8 @@ class Histories:
         records = await offload(
             lambda: [orjson.loads(record) for record in found], sum(map(len, found)) // _BYTES_A_THING
         )
+        if any(record["response"]["status"] in UNFINISHED for record in records):
+            raise wrong("previous_response_id", "the response, or one before it, has not ended yet")
         if any(record["response"].get("conversation") for record in records):
             rule = "the response belongs to a conversation; continue it with 'conversation'"
             raise wrong("previous_response_id", rule)

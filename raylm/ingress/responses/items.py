@@ -82,12 +82,12 @@ class ResponseItems:
                 events.append(self._grow(call.arguments, delta))
         return events
 
-    def finish(self, status: str) -> Events:
-        """Close the open item as ``completed`` or ``incomplete``. An empty answer gets an empty message.
+    def finish(self, status: str, *, fills: bool = True) -> Events:
+        """Close the open item as ``completed`` or ``incomplete``. An empty answer gets an empty message if ``fills``.
 
         Calls that are still to be made are incomplete.
         """
-        is_empty = not any(item["type"] != "mcp_list_tools" for item in self.items)
+        is_empty = fills and not any(item["type"] != "mcp_list_tools" for item in self.items)
         events = (self._open("message") if is_empty else []) + self._close(status)
         for place in self.pending:
             self.items[place]["status"] = "incomplete"

@@ -210,7 +210,7 @@ class ResponseJob:
 
     def fail(self, error: Exception) -> None:
         self._error, self.status = as_known_error(error, self.id), "failed"
-        self.items.finish("incomplete")
+        self.items.finish("incomplete", fills=False)
 
     def check(self) -> None:
         """Raise the error with which the response failed, if it did."""

@@ -81,15 +81,18 @@ class ResponseStore(ConversationStore):
         maker: str | None = None,
         events: ToldEvents | None = None,
         turn: ConversationTurn | None = None,
-    ) -> None:
+    ) -> bool:
         """Store a record with its latest events, and its turn of a conversation.
 
-        A record that has ended does not change. If ``maker`` is given without ``job``, the record
-        updates an existing one, and is ignored unless this is still its maker.
+        Returns whether the response ``previous`` is gone; then nothing is stored. A record that has ended does not
+        change. If ``maker`` is given without ``job``, the record updates an existing one, and is ignored unless this is
+        still its maker.
         """
 
-        def work() -> None:
+        def work() -> bool:
             now, status, stored = self._database.now(), _status(record), 1
+            if previous is not None and self._one("SELECT 1 FROM responses WHERE id = ?", previous) is None:
+                return True
             if job is not None or maker is None:
                 place = self._one("SELECT COALESCE(MAX(place), 0) + 1 FROM responses")[0]
                 self._database.execute(
@@ -112,9 +115,11 @@ class ResponseStore(ConversationStore):
                 self._add(owner, turn, now)
             self._make_room(owner, [response_id] if turn is None else [response_id, turn.conversation], now)
             self._database.announce(_TOLD, response_id)
+            return False
 
-        await self._do(work)
+        is_orphan = await self._do(work)
         self._wake(self._told, response_id)
+        return is_orphan
 
     async def begin_call(self, owner: str, call_id: str) -> bool:
         """Note that a call is being made. Returns whether it was not begun before."""
@@ -332,7 +337,8 @@ class ResponseStore(ConversationStore):
 
     def _end(self, response_id: str, record: bytes, status: str, error: JSONObject | None) -> bytes:
         content: JSONObject = orjson.loads(record)
-        content["response"] |= {"status": status, "error": error}
+        output = [item for item in content["response"]["output"] if item.get("status") != "in_progress"]
+        content["response"] |= {"status": status, "error": error, "output": output}
         ended, more = orjson.dumps(content), 0
         if error is not None and content.get("streamed"):
             last, tokens = self._newest_event(response_id)

@@ -121,3 +121,32 @@ def test_the_tokens_of_a_text_are_told_from_markers_and_white_space() -> None:
             delta.text = f"é{text}"
         found += [entry.token_id for part in reader.read(delta) for entry in part.text_logprobs or ()]
     assert [said[token_id] for token_id in found] == ["n", "<", "<", "\n", "é", "!"]
+
+
+@pytest.mark.parametrize(
+    ("said", "wanted"),
+    [
+        ([".\n", "[", "]\n\n", "x"], [0, 1, 2, 3]),
+        (["a", "\n\n[TO", "O", "\n\n[T"], [0, 1, 2, 3]),
+        (["a", "\n\n[TO", "O", "\n\n[T", 'OOL_CALLS][{"name": "f"'], [0, 1, 2]),
+    ],
+)
+def test_a_token_that_is_held_twice_belongs_to_the_text_once(said: list[str], wanted: list[int]) -> None:
+    """A parser holds the end of a token, and a later token before it can return the text of both."""
+    reader, found = AnswerReader(AnswerFormat(tool_parser=TOOL_PARSERS["mistral"])), []
+    for token_id, text in enumerate(said):
+        reason = "stop" if token_id == len(said) - 1 else None
+        entries = [TokenLogprob(token_id, -1.0, 1)]
+        delta = CompletionDelta(0, text, [token_id], entries, reason)  # type: ignore[arg-type]
+        found += [entry.token_id for part in reader.read(delta) for entry in part.text_logprobs or ()]
+    assert found == wanted
+
+
+def test_tokens_of_reasoning_after_white_space_are_counted() -> None:
+    thinking = ReasoningTokenIds(1, 2, (2,), begun=False)
+    reader, whole = AnswerReader(AnswerFormat(REASONING_PARSERS["think"], thinking)), CompletionDelta(0)
+    for token_id, text in [(9, "\n"), (1, "<think>"), (5, "so"), (6, " so"), (2, "</think>"), (7, "Yes")]:
+        for part in reader.read(CompletionDelta(0, text, [token_id])):
+            whole.add(part)
+    assert (whole.reasoning, whole.text) == ("so so", "Yes")
+    assert (whole.reasoning_tokens, whole.token_ids[whole.tokens_before_answer :]) == (2, [7])

@@ -104,3 +104,15 @@ def test_token_bytes_join_to_the_text(tokenizer: Tokenizer, fallback_tokenizer: 
         token_ids = which.encode_now(text, add_special_tokens=False)
         assert b"".join(map(which.token_bytes, token_ids)).decode() == prefix + text
     assert tokenizer.token_bytes(10**6) == b""
+
+
+@given(st.text(alphabet="abc t,", min_size=2, max_size=40), st.integers(1, 20))
+def test_a_continuation_keeps_the_space_after_the_text_before(
+    fallback_tokenizer: Tokenizer, text: str, at: int
+) -> None:
+    backend, token_ids = fallback_tokenizer.backend, fallback_tokenizer.encode_now(text, add_special_tokens=False)
+    before, after = token_ids[:at], token_ids[at:]
+    detokenizer = Detokenizer(fallback_tokenizer, SamplingParams(), before[-5:])
+    continuation = "".join([*map(detokenizer.push, after), detokenizer.flush()])
+    if backend.decode(before[-5:]).strip():
+        assert backend.decode(before) + continuation == backend.decode(token_ids)

@@ -2,14 +2,14 @@
 
 from __future__ import annotations
 
-from typing import Any
+from typing import Any, cast
 
 import httpx
 import pytest
 
 from raylm.frontend.outputs import TokenLogprob
 from raylm.ingress.openai.logprobs import CompletionLogprobs, TokenTexts
-from tests.ingress.fake_llm import BOS, EOS, FakeAsyncLLM
+from tests.ingress.fake_llm import BOS, EOS, FakeAsyncLLM, logprob
 from tests.ingress.harness import CHAT, TEXT, events
 
 PATH = "/v1/completions"
@@ -209,3 +209,11 @@ async def test_answers_and_chunks_name_what_computed_them(
     assert (await client.post(path, json=prompt)).json()["system_fingerprint"] == llm.fingerprint
     *chunks, _ = events((await client.post(path, json=prompt | {"stream": True})).text)
     assert {chunk["system_fingerprint"] for chunk in chunks} == {llm.fingerprint}
+
+
+@pytest.mark.parametrize(("skip", "wanted"), [(True, [0, 1, 1, 2]), (False, [0, 1, 5, 6])])
+def test_offsets_count_only_tokens_of_the_text(skip: bool, wanted: list[int]) -> None:
+    tokens = TokenTexts(cast(Any, FakeAsyncLLM()))
+    columns = CompletionLogprobs(tokens, 0, tokens.special if skip else ())
+    token_ids = [*b"a", EOS, *b"bc"]
+    assert columns.generated(token_ids, [logprob(token_id, 0) for token_id in token_ids])["text_offset"] == wanted

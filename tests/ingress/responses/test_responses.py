@@ -14,7 +14,7 @@ import pytest
 from starlette.applications import Starlette
 
 from raylm.config import Config
-from raylm.errors import EngineDiedError
+from raylm.errors import EngineDiedError, InvalidRequestError
 from raylm.ingress import build_asgi_app
 from raylm.ingress.responses import job
 from raylm.ingress.responses.body import ResponsesRequest
@@ -377,3 +377,74 @@ def test_every_field_of_openai_is_decided() -> None:
     decided = ResponsesRequest.model_fields.keys() | ResponsesRequest.unserved | ResponsesRequest.served_by.keys()
     assert set(SPEC["request_fields"]["CreateResponse"]) <= decided
     assert not ResponsesRequest.model_fields.keys() & (ResponsesRequest.unserved | ResponsesRequest.served_by.keys())
+
+
+async def test_truncation_keeps_the_turns_of_a_template_that_demands_them(
+    client: httpx.AsyncClient, llm: FakeAsyncLLM, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    render = llm.render_chat
+
+    async def demanding(request: Any) -> list[int]:
+        roles = [message["role"] for message in request.messages if message["role"] != "system"]
+        if any(role != ("user", "assistant")[place % 2] for place, role in enumerate(roles)):
+            raise InvalidRequestError("Conversation roles must alternate.", param="messages")
+        return await render(request)
+
+    monkeypatch.setattr(llm, "render_chat", demanding)
+    llm.max_model_len = 100
+    for turns in range(1, 9):
+        items = [{"role": ("user", "assistant")[place % 2], "content": "x" * 12} for place in range(2 * turns + 1)]
+        await create(client, input=items, instructions="I", truncation="auto", max_output_tokens=4)
+        kept = [message["role"] for message in llm.rendered[-1].messages]
+        assert kept[:2] == ["system", "user"]
+        assert len(kept) == min(2 * turns + 2, 4)
+
+
+async def test_truncation_cuts_within_the_last_turn_if_it_must(client: httpx.AsyncClient, llm: FakeAsyncLLM) -> None:
+    llm.max_model_len = 60
+    items: list[dict[str, Any]] = [{"role": "user", "content": "x" * 60}]
+    items += [{"role": "assistant", "content": "y" * 20} for _ in range(3)]
+    await create(client, input=items, truncation="auto", max_output_tokens=4)
+    assert [message["role"] for message in llm.rendered[-1].messages] == ["assistant"]
+
+
+@pytest.mark.parametrize("background", [False, True])
+async def test_a_failed_response_shows_only_items_that_were_told(
+    client: httpx.AsyncClient, llm: FakeAsyncLLM, background: bool
+) -> None:
+    think_and_call(llm)
+    llm.fail_after, llm.failure = 1, EngineDiedError("lost")
+    *_, failed = await stream(client, background=background)
+    assert failed["type"] == "response.failed"
+    assert failed["response"]["output"] == []
+
+
+async def test_a_response_outlives_the_one_before_it_that_was_deleted_meanwhile(
+    client: httpx.AsyncClient, llm: FakeAsyncLLM
+) -> None:
+    first = await create(client, input="one")
+    llm.gate = asyncio.Event()
+    asking = asyncio.create_task(create(client, input="two", previous_response_id=first["id"]))
+    await until(lambda: len(llm.calls) == 2)
+    await client.delete(f"{PATH}/{first['id']}")
+    llm.gate.set()
+    second = await asking
+    assert second["store"]
+    await create(client, input="three", previous_response_id=second["id"])
+    said = ("assistant", "Hello wörld")
+    messages = [(message["role"], message["content"]) for message in llm.rendered[-1].messages]
+    assert messages == [("user", "one"), said, ("user", "two"), said, ("user", "three")]
+
+
+async def test_a_response_that_has_not_ended_cannot_be_continued(client: httpx.AsyncClient, llm: FakeAsyncLLM) -> None:
+    llm.gate = asyncio.Event()
+    running = await create(client, background=True)
+    await until(lambda: bool(llm.calls))
+    refused = await client.post(PATH, json=BODY | {"previous_response_id": running["id"]})
+    assert error_of(refused)["param"] == "previous_response_id"
+    cancelled = (await client.post(f"{PATH}/{running['id']}/cancel")).json()
+    check(cancelled, "Response")
+    assert cancelled["output"] == []
+    llm.gate.set()
+    await create(client, input="two", previous_response_id=running["id"])
+    assert [message["content"] for message in llm.rendered[-1].messages] == ["Hi", "two"]

@@ -55,6 +55,11 @@ class Llama3JSONParser(JSONCallsParser):
         super()._give_up()
         self._state = self._rest
 
+    def _end(self) -> None:
+        super()._end()
+        if self.has_calls and self._state == self._text and not self._buffer.strip(_SPACE + ";"):
+            self._buffer = ""
+
     def _rest(self) -> bool:
         """State: content until the end."""
         self._add_content(self._buffer)

@@ -21,6 +21,7 @@ class MistralParser(JSONCallsParser):
     keeps_special_tokens = True
 
     _value: ValueScanner  # scanner for arguments of the newer format
+    _opening = ""  # of a list whose first object is being read
 
     @classmethod
     def serves(cls, template: str) -> bool:
@@ -42,13 +43,39 @@ class MistralParser(JSONCallsParser):
     def _call(self) -> bool:
         if not self._skip_space():
             return False
-        self._state = self._list if self._buffer[0] == "[" else self._name
-        self._behind = self._list
+        if self._buffer[0] == "{":  # one object in place of a list
+            self._behind = self._text
+            return self._begin_object()
+        if self._buffer[0] == "[":
+            return self._first()
+        self._state = self._name
         return True
 
+    def _first(self) -> bool:
+        """Read the beginning of a list. Without an object it is content."""
+        begun = self._buffer[1:].lstrip()
+        if not begun:
+            return False
+        self._behind = self._list
+        if begun[0] == "{":
+            self._opening, self._buffer = self._buffer[: len(self._buffer) - len(begun)], begun
+            return self._begin_object()
+        self._add_content(self.marker)
+        self._state = self._text
+        return True
+
+    def _give_up(self) -> None:
+        assert self._scanner is not None
+        if self._opening:
+            self._add_content(self.marker + self._opening + self._scanner.text)
+            self._scanner, self._state = None, self._text
+        else:
+            super()._give_up()
+
     def _list(self) -> bool:
-        """State: in a list, before, between or after objects."""
-        self._buffer = self._buffer.lstrip(" \t\r\n[,")
+        """State: in a list, between or after objects."""
+        self._opening = ""
+        self._buffer = self._buffer.lstrip(" \t\r\n,")
         if not self._buffer:
             return False
         if self._buffer[0] == "{":

@@ -71,23 +71,29 @@ class Qwen3CoderParser(HermesParser):
             return False
         key, _, value = self._buffer[len(_PARAMETER) : at].partition(">")
         self._buffer = self._buffer[at + len(_PARAMETER_END) :]
-        self._add_arguments(f"{self._before}{_dumped(key.strip())}: {_dumped(self._typed(key.strip(), value))}")
+        self._add_arguments(f"{self._before}{_dumped(key.strip())}: {self._typed(key.strip(), value)}")
         self._before = ", "
         return True
 
-    def _typed(self, key: str, text: str) -> Any:
-        """Convert a value: to a string if the schema says so or the text is not JSON, else from JSON."""
+    def _end(self) -> None:
+        super()._end()
+        if self._state == self._parameters:
+            self._buffer = ""  # a cut parameter, which belongs to the call
+
+    def _typed(self, key: str, text: str) -> str:
+        """A value as JSON: a string if the schema says so or the text is not JSON, else the text itself."""
         text = text.removeprefix("\n").removesuffix("\n")
-        kinds = _kinds(self._parameters_schema, key)
+        kinds, written = _kinds(self._parameters_schema, key), text.strip()
         if kinds == {"string"}:
-            return text
+            return _dumped(text)
         try:
-            value = orjson.loads(text.strip())
+            value = orjson.loads(written)
         except orjson.JSONDecodeError:
-            value = {"True": True, "False": False, "None": None}.get(text.strip(), text)
+            value = {"True": True, "False": False, "None": None}.get(written, text)
+            written = _dumped(value)
         if "string" in kinds and not isinstance(value, str) and not (value is None and "null" in kinds):
-            return text
-        return value
+            return _dumped(text)
+        return written
 
 
 def _kinds(parameters: Any, key: str) -> set[str]:

@@ -249,3 +249,43 @@ def test_a_bare_value_is_a_string_where_the_schema_says_so(schema: Any, text: st
     call = f"<tool_call>\n<function=f>\n<parameter=a>\n{text}\n</parameter>\n</function>\n</tool_call>"
     ((_, calls),) = parser.push(call)
     assert json.loads("".join(call.arguments for call in calls)) == {"a": value}
+
+
+CODED = coder([("note", {"text": "one", "tags": [1]})])
+
+
+@pytest.mark.parametrize("length", range(len("<tool_call>\n<function=note>"), len(CODED)))
+def test_a_cut_call_in_xml_leaves_no_content(length: int) -> None:
+    for pieces in ([CODED[:length]], list(CODED[:length])):
+        content, (call,) = read(TOOL_PARSERS["qwen3_coder"](TOOLS), pieces)
+        assert content == ""
+        assert '{"text": "one", "tags": [1]}'.startswith(call.arguments)
+
+
+def test_a_bare_number_keeps_its_digits() -> None:
+    schema = {"properties": {"n": {"type": "integer"}, "x": {"type": "number"}}}
+    values = {"n": "12345678901234567890123", "x": "1.50"}
+    _, (call,) = read(TOOL_PARSERS["qwen3_coder"]({"f": schema}), [coder([("f", values)])])
+    assert call.arguments == '{"n": 12345678901234567890123, "x": 1.50}'
+
+
+@pytest.mark.parametrize("end", [";", "; ", " ;\n"])
+def test_what_separates_calls_is_no_content(end: str) -> None:
+    for pieces in ([llama(CALLS) + end], list(llama(CALLS) + end)):
+        content, calls = read(TOOL_PARSERS["llama3_json"](TOOLS), pieces)
+        assert (content, plain(calls)) == ("", CALLS)
+
+
+@pytest.mark.parametrize(
+    "text", ["[TOOL_CALLS][]", "[TOOL_CALLS][note", '[TOOL_CALLS][{"a": 1}]', "[TOOL_CALLS][ [1]]"]
+)
+def test_a_list_without_calls_is_content(text: str) -> None:
+    for pieces in ([text], list(text)):
+        assert read(TOOL_PARSERS["mistral"](TOOLS), pieces) == (text, [])
+
+
+def test_one_object_in_place_of_a_list_is_a_call() -> None:
+    text = '[TOOL_CALLS]{"name": "now", "arguments": {"a": 1}}'
+    for pieces in ([text], list(text)):
+        content, calls = read(TOOL_PARSERS["mistral"](TOOLS), pieces)
+        assert (content, plain(calls)) == ("", [("now", {"a": 1})])
