@@ -269,7 +269,10 @@ async def test_who_stops_to_read_holds_no_place(haproxy: Any, replica: Replica) 
 class Probing:
     def __init__(self, haproxy: Any, replica: Replica) -> None:
         self._replica = replica
-        self.client = httpx.AsyncClient(base_url=f"http://127.0.0.1:{haproxy.cfg.http_options.port}", timeout=300)
+        # A new connection for each request: HAProxy closes one that is idle for a second, as here on a busy machine.
+        limits = httpx.Limits(max_keepalive_connections=0)
+        url = f"http://127.0.0.1:{haproxy.cfg.http_options.port}"
+        self.client = httpx.AsyncClient(base_url=url, timeout=300, limits=limits)
 
     async def until(self, own: bool, path: str = "/up/health") -> httpx.Response:
         """The first answer that comes from HAProxy itself (``own``), or else from a replica."""

@@ -17,7 +17,6 @@ from tests.worker.gpu.test_device_sampler import WISHES, both
     ("vocab_size", "spread"),
     [
         (7, 3.0),
-        (2500, 0.1),
         *(pytest.param(*sizes, marks=pytest.mark.long) for sizes in product((7, 512, 4096, 9000), (0.1, 3.0))),
     ],
 )
@@ -36,8 +35,8 @@ def test_every_parameter_draws_the_hosts_tokens(
 def test_equal_logits_are_cut_where_the_host_cuts_them(wish: dict[str, Any]) -> None:
     """Rows have five distinct logits, among them both zeros and a token of weight 0. Equal logits lie in two chunks."""
     generator = torch.Generator().manual_seed(1)
-    logits = torch.tensor([-1.0, -0.0, 0.0, 1.0, -torch.inf])[torch.randint(5, (4, 40), generator=generator)]
-    logits = torch.cat([logits, torch.full((4, 2048), -torch.inf), logits], dim=1)
+    logits = torch.tensor([-1.0, -0.0, 0.0, 1.0, -torch.inf])[torch.randint(5, (2, 40), generator=generator)]
+    logits = torch.cat([logits, torch.full((2, 2048), -torch.inf), logits], dim=1)
     wanted, got = both(logits, [SamplingParams(temperature=1.0, **wish)] * len(logits), TritonSampler())
     assert got == wanted
 
