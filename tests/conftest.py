@@ -6,6 +6,11 @@ import os
 import shutil
 import tempfile
 
+from hypothesis import HealthCheck, settings
+
+# No test may depend on the speed of the machine.
+settings.register_profile("raylm", deadline=None, suppress_health_check=[HealthCheck.too_slow])
+settings.load_profile("raylm")
 STATE = tempfile.mkdtemp(prefix="raylm-state-")  # the servers of the tests store responses here
 
 

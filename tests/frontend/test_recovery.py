@@ -331,10 +331,12 @@ async def test_who_comes_when_all_engines_are_lost_waits_for_the_next(
     first, second = PlayedEngine("first"), PlayedEngine("second")
     lasting.add_engine(first)
     await asyncio.sleep(0)
+    lost = asyncio.Event()
 
     async def lose() -> None:
         first.die()
         await until(lambda: not lasting.is_ready)
+        lost.set()
 
     if is_lost_late:
         token_ids = lasting._token_ids
@@ -347,7 +349,8 @@ async def test_who_comes_when_all_engines_are_lost_waits_for_the_next(
     else:
         await lose()
     call = asyncio.create_task(read(lasting, [5, 6], SamplingParams(max_tokens=1)))
-    await until(lambda: not lasting.is_ready)
+    async with asyncio.timeout(300):
+        await lost.wait()
     await settle()
     assert not call.done()
     lasting.add_engine(second)
