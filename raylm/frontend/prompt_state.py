@@ -176,11 +176,14 @@ class PromptState(RoutedPrompt):
             self.fail(known)
             self.part.last_token = now
             return range(len(self.texts))
-        num_tokens, finish_reason = sum(len(part.token_ids) for part in news), news[-1].finish_reason
-        num_kept += num_tokens + sum(len(part.token_ids) for part in before)
-        del drawn[num_kept:]  # tokens after a stop string or a last tool call are not served, nor charged
-        for part in (*before, *news):
+        for part in before:
+            num_kept += len(part.token_ids)
             self._put(part)
+        num_tokens, finish_reason = 0, news[-1].finish_reason
+        for part in news:
+            num_tokens += len(part.token_ids)
+            self._put(part)
+        del drawn[num_kept + num_tokens :]  # tokens after a stop string or a last tool call are not served, nor charged
         self._measure(delta.index, num_tokens, finish_reason, now)
         if self.finished:
             self.part.last_token = now
