@@ -240,9 +240,8 @@ class EngineCore:
         """Send the stats to watching clients that got no message for ``every_s`` seconds, except to ``but``."""
         now = self._clock()
         for client_id in self._note_blocks():
-            if (
-                client_id != but and not 0 <= now - self._outboxes[client_id].told_at <= every_s
-            ):  # a clock may be set back
+            age_s = now - self._outboxes[client_id].told_at  # negative if the clock was set back
+            if client_id != but and not 0 <= age_s <= every_s:
                 self._put_stats(client_id)
 
     # ---------------------------------------------------------------- adapters

@@ -123,7 +123,7 @@ class Qwen3ForCausalLM(LlamaForCausalLM):
 
 
 class MistralForCausalLM(LlamaForCausalLM):
-    """Has no biases. By default all layers have sliding windows; layer_types may list those that have (Ministral)."""
+    """Has no biases. All layers have sliding windows, or the layers that layer_types names (Ministral)."""
 
     @classmethod
     def configure(cls, checkpoint: Checkpoint) -> DecoderConfig:

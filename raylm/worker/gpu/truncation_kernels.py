@@ -75,6 +75,13 @@ def _share(state: tl.tensor, top_p: tl.tensor) -> tl.tensor:
     return tl.where(top_p < 1.0, share, _ALL)
 
 
+@triton.jit
+def _possible(weight: tl.tensor, key: tl.tensor, min_p: tl.tensor, counts: tl.tensor, top_k: tl.tensor) -> tl.tensor:
+    """Whether ``min_p`` and the complete ``counts`` keep a token."""
+    kth, _ = _cut(counts, top_k)
+    return (weight.to(tl.float64) >= min_p) & (key >= kth)
+
+
 @triton.jit(do_not_specialize=["level"], do_not_specialize_on_alignment=["temperature", "min_p", "top_k", "top_p"])
 def sum_digits(
     logits: tl.tensor,
@@ -103,10 +110,9 @@ def sum_digits(
     key = _key(values)
     if BY_MASS:
         state, wanted = masses, _share(masses, tl.load(top_p + row))
-        kth, _ = _cut(counts, tl.load(top_k + row))
         weight = _weight(values, tl.load(peaks + row), tl.load(temperature + row))
-        possible = (weight.to(tl.float64) >= tl.load(min_p + row)) & (key >= kth) & there
-        mass = tl.where(possible, _mass(weight), 0)
+        possible = _possible(weight, key, tl.load(min_p + row), counts, tl.load(top_k + row))
+        mass = tl.where(possible & there, _mass(weight), 0)
     else:
         state, wanted, mass = counts, tl.load(top_k + row), there.to(tl.int64)
     prefix, above = _next_digit(state + tl.maximum(level - 1, 0) * _SLOTS, wanted)
@@ -173,9 +179,7 @@ def keep_tokens(
     values = tl.load(logits + row * stride + at, mask=there, other=float("-inf"))
     key, peak, heat = _key(values), tl.load(peaks + row), tl.load(temperature + row)
     weight = _weight(values, peak, heat)
-    kth, _ = _cut(counts, tl.load(top_k + row))
-    possible = (weight.to(tl.float64) >= tl.load(min_p + row)) & (key >= kth) & there
-
+    possible = _possible(weight, key, tl.load(min_p + row), counts, tl.load(top_k + row))
     wanted = _share(masses, tl.load(top_p + row))
     cut, above = _cut(masses, wanted)
     each = tl.maximum(_mass(_weight(_logit(cut), peak, heat)), 1)
